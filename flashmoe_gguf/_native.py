@@ -1,0 +1,214 @@
+"""The C library: one class over `flashmoe.h`, bound with cffi in ABI mode; the only cffi."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cffi
+
+from flashmoe_gguf.errors import BudgetError, FlashMoEError, LibraryError, OptionError
+from flashmoe_gguf.libs import library_dir, load_llama_cpp
+
+IO_MODES = ("auto", "direct", "buffered")
+
+_NO_MEMORY = 2
+
+
+@functools.cache
+def _library() -> tuple[Any, Any]:
+    """(ffi, lib). llama_cpp comes first: both must resolve to the same llama.cpp libraries."""
+    load_llama_cpp("patched")
+    header = Path(__file__).parent / "flashmoe.h"
+    ffi = cffi.FFI()
+    try:
+        ffi.cdef(header.read_text(encoding="utf-8"))
+        return ffi, ffi.dlopen(str(library_dir("patched") / "libflashmoe.so"))
+    except OSError as error:
+        raise LibraryError(
+            f"the expert cache library does not load: {error}",
+            "reinstall the package on this machine: `pip install --force-reinstall .`",
+        ) from error
+
+
+def policy_names() -> tuple[str, ...]:
+    """The eviction policies that the library has."""
+    ffi, lib = _library()
+    names: list[str] = []
+    while (name := lib.fm_policy_name(len(names))) != ffi.NULL:
+        names.append(ffi.string(name).decode())
+    return tuple(names)
+
+
+@dataclass(frozen=True)
+class LatchedError:
+    """The first failed load since it was last asked for. -1: not known. `errno` 0: short read."""
+
+    file: int
+    layer: int
+    expert: int
+    tensor: str
+    errno: int
+    count: int
+
+
+@dataclass(frozen=True)
+class GroupCounts:
+    """One group's cache: sizes as of now, counters since the start.
+
+    `n_bound` counts the tensors that the loaded model uses; 0 for layers outside its graph.
+    """
+
+    layer: int
+    n_expert: int
+    n_slots: int
+    n_resident: int
+    n_bound: int
+    lookups: int
+    hits: int
+    evicted: int
+
+
+class NativeStream:
+    """One `fm_stream`: describe it, open it, load a model inside `attached()`, start it.
+
+    The model has to be freed before `close()`.
+    """
+
+    def __init__(self, *, io: str, n_workers: int, n_ring: int, request_bytes: int) -> None:
+        if io not in IO_MODES:
+            raise OptionError(f"there is no I/O mode '{io}'", f"one of {', '.join(IO_MODES)}")
+        self._ffi, self._lib = _library()
+        options = self._ffi.new(
+            "struct fm_options *", (IO_MODES.index(io), n_workers, n_ring, request_bytes)
+        )
+        self._stream = self._lib.fm_stream_new(options)
+        if self._stream == self._ffi.NULL:
+            raise self._failure()
+
+    def _message(self) -> str:
+        return str(self._ffi.string(self._lib.fm_last_message()).decode("utf-8", "replace"))
+
+    def _failure(self, status: int = 1) -> FlashMoEError:
+        if status == _NO_MEMORY:
+            return BudgetError(self._message(), "give a smaller --ram")
+        return OptionError(self._message())
+
+    def _index(self, index: int) -> int:
+        if index < 0:
+            raise self._failure()
+        return index
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise self._failure(status)
+
+    def add_file(self, path: Path) -> int:
+        """Opens a model file; returns its index."""
+        return self._index(self._lib.fm_stream_add_file(self._stream, str(path).encode()))
+
+    def add_group(self, layer: int, family: int, n_expert: int) -> int:
+        """Adds the routed experts of one layer and family; returns the group's index."""
+        return self._index(self._lib.fm_stream_add_group(self._stream, layer, family, n_expert))
+
+    def add_part(
+        self, group: int, tensor: str, *, file: int, offset: int, expert_bytes: int
+    ) -> int:
+        """Adds one weight tensor of a group: expert e lies at `offset + e * expert_bytes`."""
+        return self._index(
+            self._lib.fm_stream_add_part(
+                self._stream, group, tensor.encode(), file, offset, expert_bytes
+            )
+        )
+
+    def slot_bytes(self, group: int) -> int:
+        """Bytes that one slot of this group takes."""
+        return int(self._lib.fm_stream_slot_bytes(self._stream, group))
+
+    def ring_bytes(self) -> int:
+        """Bytes of the whole ring."""
+        return int(self._lib.fm_stream_ring_bytes(self._stream))
+
+    def open(self) -> None:
+        """Allocates the ring; from now on a model can compute, every expert through the ring."""
+        self._check(self._lib.fm_stream_open(self._stream))
+
+    def start(self, slots: Sequence[int], policy: str) -> None:
+        """Allocates slots, one number per group, under an eviction policy."""
+        self._check(self._lib.fm_stream_start(self._stream, list(slots), policy.encode()))
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Models that this thread loads inside the block take their experts from this stream."""
+        self._lib.fm_hooks_attach(self._stream)
+        try:
+            yield
+        finally:
+            self._lib.fm_hooks_attach(self._ffi.NULL)
+
+    def counters(self) -> dict[str, int]:
+        """Every field of `struct fm_stats`."""
+        stats = self._ffi.new("struct fm_stats *")
+        self._lib.fm_stream_stats(self._stream, stats)
+        return {
+            name: int(getattr(stats, name))
+            for name, _ in self._ffi.typeof("struct fm_stats").fields
+        }
+
+    def group_counts(self, group: int) -> GroupCounts:
+        """The counters of one group."""
+        stats = self._ffi.new("struct fm_group_stats *")
+        self._check(self._lib.fm_stream_group_stats(self._stream, group, stats))
+        return GroupCounts(
+            layer=stats.layer,
+            n_expert=stats.n_expert,
+            n_slots=stats.n_slots,
+            n_resident=stats.n_resident,
+            n_bound=stats.n_bound,
+            lookups=stats.lookups,
+            hits=stats.hits,
+            evicted=stats.evicted,
+        )
+
+    def take_error(self) -> LatchedError | None:
+        """The latched error, which this clears; None when nothing failed."""
+        error = self._ffi.new("struct fm_error *")
+        if self._lib.fm_stream_take_error(self._stream, error) == 0:
+            return None
+        return LatchedError(
+            file=error.file,
+            layer=error.layer,
+            expert=error.expert,
+            tensor=self._ffi.string(error.tensor).decode("utf-8", "replace"),
+            errno=error.sys_errno,
+            count=error.count,
+        )
+
+    def verify(self) -> None:
+        """Checks every invariant of cache and policy; raises FlashMoEError when one is broken."""
+        self._check(self._lib.fm_stream_verify(self._stream))
+
+    def set_fault(
+        self, *, errno: int = 0, hold: bool = False, after: int = 0, count: int = 1
+    ) -> None:
+        """For tests: after `after` reads, `count` fail with `errno` (0: short) or are held."""
+        fault = self._ffi.new("struct fm_fault *", (errno, int(hold), after, count))
+        self._lib.fm_fault_set(self._stream, fault)
+
+    def release_held(self) -> None:
+        """For tests: lets held reads go on."""
+        self._lib.fm_fault_release(self._stream)
+
+    def held(self) -> int:
+        """For tests: reads that are held now."""
+        return int(self._lib.fm_fault_held(self._stream))
+
+    def close(self) -> None:
+        """Waits for reads in flight and frees everything. Safe to call twice."""
+        if self._stream != self._ffi.NULL:
+            self._lib.fm_stream_free(self._stream)
+            self._stream = self._ffi.NULL

@@ -1,0 +1,1 @@
+"""Measuring: generated models of real shape, and (later) the A/B bench itself."""

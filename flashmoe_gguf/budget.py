@@ -1,0 +1,191 @@
+"""How a memory budget is spent: a pure function from sizes to slots.
+
+The budget covers the whole process. What cannot shrink comes first (the process itself, dense
+weights, the context with its compute buffers, the ring, a reserve); expert slots get the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashmoe_gguf.errors import BudgetError, OptionError
+from flashmoe_gguf.gguf import Header
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+# Stacks of the compute threads, the graph's work buffer, sampling, malloc's slack.
+RESERVE_BYTES = 48 << 20
+RESERVE_SHARE = 0.02
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "8G", "1.5GiB", "900M" or a plain number; units are powers of 1024.
+
+    Raises OptionError for anything else, zero and negative sizes included.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size <= 0:
+        raise OptionError(f"'{text}' is not an amount of memory", "for example 8G or 900M")
+    return size
+
+
+def format_size(size: float) -> str:
+    """A size for people: three digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """What caching costs in one group of experts: bytes per slot, and slots at most."""
+
+    slot_bytes: int
+    n_expert: int
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The part of the budget that cannot shrink, in bytes."""
+
+    process: int
+    dense: int
+    context: int
+    ring: int
+    reserve: int
+
+    @property
+    def total(self) -> int:
+        return self.process + self.dense + self.context + self.ring + self.reserve
+
+    def breakdown(self) -> str:
+        """One line that names every piece."""
+        return ", ".join(
+            f"{name} {format_size(size)}"
+            for name, size in (
+                ("dense weights", self.dense),
+                ("context and compute buffers", self.context),
+                ("read ring", self.ring),
+                ("the process", self.process),
+                ("reserve", self.reserve),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is resident and what is cached. `slots` has one entry per group."""
+
+    ram_bytes: int
+    fixed: Fixed
+    slots: tuple[int, ...]
+    slot_bytes: int
+    all_slot_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.fixed.total + self.slot_bytes
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the expert weights that fit into slots, 0 to 1."""
+        return self.slot_bytes / self.all_slot_bytes if self.all_slot_bytes else 0.0
+
+
+def reserve_bytes(ram_bytes: int) -> int:
+    """What stays free for what is not counted one by one."""
+    return RESERVE_BYTES + int(RESERVE_SHARE * ram_bytes)
+
+
+def check_floor(ram_bytes: int, fixed: Fixed) -> None:
+    """Raises BudgetError when the budget does not even hold what cannot shrink."""
+    if ram_bytes < fixed.total:
+        raise BudgetError(
+            f"{format_size(ram_bytes)} of memory is below the floor of "
+            f"{format_size(fixed.total)} for this model: {fixed.breakdown()}",
+            f"give --ram {-(-fixed.total // (1 << 20))}M or more, or a smaller context",
+        )
+
+
+def make_plan(ram_bytes: int, fixed: Fixed, groups: Sequence[GroupCost]) -> Plan:
+    """Spends the budget: every group gets the same share of its experts, the rest one by one.
+
+    Raises BudgetError below the floor. Above it there is always a plan, if with no slots.
+    """
+    check_floor(ram_bytes, fixed)
+    rest = ram_bytes - fixed.total
+    most = max((g.n_expert for g in groups), default=0)
+    slots = [0] * len(groups)
+    for step in range(most, 0, -1):
+        slots = [g.n_expert * step // most for g in groups]
+        if _cost(groups, slots) <= rest:
+            break
+    else:
+        slots = [0] * len(groups)
+    rest -= _cost(groups, slots)
+    for i, group in enumerate(groups):
+        if slots[i] < group.n_expert and group.slot_bytes <= rest:
+            slots[i] += 1
+            rest -= group.slot_bytes
+    return Plan(
+        ram_bytes,
+        fixed,
+        tuple(slots),
+        _cost(groups, slots),
+        _cost(groups, [g.n_expert for g in groups]),
+    )
+
+
+def fixed_slots_plan(
+    ram_bytes: int, fixed: Fixed, groups: Sequence[GroupCost], n_slots: int
+) -> Plan:
+    """The plan for a given number of slots per group, whatever it costs.
+
+    Raises OptionError for a negative number.
+    """
+    if n_slots < 0:
+        raise OptionError(f"{n_slots} slots per layer", "0 means that nothing is cached")
+    slots = [min(n_slots, g.n_expert) for g in groups]
+    return Plan(
+        ram_bytes,
+        fixed,
+        tuple(slots),
+        _cost(groups, slots),
+        _cost(groups, [g.n_expert for g in groups]),
+    )
+
+
+def _cost(groups: Sequence[GroupCost], slots: Sequence[int]) -> int:
+    return sum(g.slot_bytes * n for g, n in zip(groups, slots, strict=True))
+
+
+def kv_bytes_at_least(header: Header, n_ctx: int, bytes_per_value: float = 2.0) -> int:
+    """A lower bound of the KV cache for a context, from the header alone; 0 when unknown.
+
+    It is there to refuse a hopeless budget before loading; the real size is measured after.
+    Layers with sliding windows or recurrent states make it unknown.
+    """
+    heads = header.get("attention.head_count")
+    if header.get("attention.sliding_window") or header.get("ssm.conv_kernel"):
+        return 0
+    n_layer, n_embd = header.get("block_count"), header.get("embedding_length")
+    if not (
+        isinstance(n_layer, int) and isinstance(n_embd, int) and isinstance(heads, int) and heads
+    ):
+        return 0
+    if isinstance(rank := header.get("attention.kv_lora_rank"), int):
+        return int(n_layer * n_ctx * rank * bytes_per_value)
+    kv = header.get("attention.head_count_kv")
+    kv_heads = sum(v for v in kv if isinstance(v, int)) if isinstance(kv, tuple) else None
+    if kv_heads is None:
+        kv_heads = n_layer * (kv if isinstance(kv, int) else heads)
+    key, value = header.get("attention.key_length"), header.get("attention.value_length")
+    width = (key if isinstance(key, int) else n_embd // heads) + (
+        value if isinstance(value, int) else n_embd // heads
+    )
+    return int(kv_heads * n_ctx * width * bytes_per_value)

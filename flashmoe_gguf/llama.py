@@ -1,0 +1,311 @@
+"""`Llama`: llama_cpp.Llama whose routed experts come from disk through a bounded cache."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flashmoe_gguf.budget import (
+    Fixed,
+    Plan,
+    check_floor,
+    fixed_slots_plan,
+    kv_bytes_at_least,
+    make_plan,
+    parse_size,
+    reserve_bytes,
+)
+from flashmoe_gguf.errors import (
+    FlashMoEError,
+    ModelFileError,
+    OptionError,
+    UnsupportedModelError,
+)
+from flashmoe_gguf.host import default_budget, process_memory
+from flashmoe_gguf.libs import load_llama_cpp
+from flashmoe_gguf.store import Geometry, read_geometry
+from flashmoe_gguf.streaming import ExpertStream, Stats
+
+load_llama_cpp("patched")  # llama_cpp picks its libraries when it is imported
+
+import llama_cpp  # noqa: E402
+from llama_cpp._logger import llama_log_callback as _default_log  # noqa: E402
+
+Progress = Callable[[float], None]
+
+_recent_errors = threading.local()
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator,unused-ignore]
+def _log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
+    if level == 3:  # GGML_LOG_LEVEL_ERROR
+        lines = getattr(_recent_errors, "lines", None)
+        if lines is not None:
+            lines.append(text.decode("utf-8", "replace").strip())
+    _default_log(level, text, user_data)
+
+
+llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
+
+
+class _Options(NamedTuple):
+    """The constructor's arguments that are ours, kept for pickling."""
+
+    ram: str | int | None
+    policy: str
+    io: str
+    n_slots: int | None
+    stream: bool
+
+
+class _Eval(NamedTuple):
+    """One running eval: where it began, and how many expert matmuls it takes."""
+
+    first_token: int
+    n_tokens: int
+    first_operation: int
+    all_operations: int
+
+
+class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
+    """llama_cpp.Llama with the same constructor and methods, for MoE models larger than RAM.
+
+    Arguments beyond llama_cpp.Llama's:
+
+    - ram: budget of the whole process, such as "8G" or a number of bytes. None: what is available.
+    - policy: who leaves the cache, "lru", "dlfu" or "auto".
+    - io: "direct", "buffered" or "auto" (direct where the file system allows it).
+    - n_slots: experts cached per layer, instead of what the budget allows. 0: nothing is cached.
+    - stream: False loads the model as llama_cpp does.
+    - progress: called with 0..1 while dense weights load.
+
+    A model without routed experts is loaded as llama_cpp does; `is_streamed` says which it was.
+    Weights are not repacked (`use_extra_bufts` is off), so that logits equal those of stock
+    llama.cpp without repacking bit for bit.
+
+    Raises ModelFileError, UnsupportedModelError, BudgetError, OptionError; while decoding,
+    ExpertReadError when an expert cannot be read: no token comes from bad data, the tokens of that
+    step are discarded, and the object can be used again.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        ram: str | int | None = None,
+        policy: str = "auto",
+        io: str = "auto",
+        n_slots: int | None = None,
+        stream: bool = True,
+        progress: Progress | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._experts: ExpertStream | None = None
+        self._progress = progress
+        self._running: _Eval | None = None
+        self._parts_per_pass = 0
+        self._plan: Plan | None = None
+        self._options = _Options(ram, policy, io, n_slots, stream)
+        self.geometry: Geometry = read_geometry(model_path)
+        if stream and self.geometry.is_moe and not kwargs.get("vocab_only"):
+            self._load_streamed(str(model_path), kwargs)
+        else:
+            self._load(str(model_path), kwargs)
+
+    def _load(self, model_path: str, kwargs: dict[str, Any]) -> None:
+        _recent_errors.lines = deque(maxlen=16)
+        try:
+            super().__init__(model_path, **kwargs)
+        except ValueError as error:
+            raise _load_error(model_path, error, list(_recent_errors.lines)) from error
+        finally:
+            _recent_errors.lines = None
+
+    def _load_streamed(self, model_path: str, kwargs: dict[str, Any]) -> None:
+        _refuse(kwargs)
+        ram, policy, io, n_slots, _ = self._options
+        ram_bytes = parse_size(ram) if ram is not None else default_budget().limit_bytes
+        process_bytes, _ = process_memory()
+        self._experts = ExpertStream(self.geometry, io=io, policy=policy)
+        fixed = Fixed(
+            process=process_bytes,
+            dense=self.geometry.dense_bytes,
+            context=kv_bytes_at_least(self.geometry.header, kwargs.get("n_ctx", 512)),
+            ring=self._experts.stats().ring_bytes,
+            reserve=reserve_bytes(ram_bytes),
+        )
+        if n_slots is None:
+            check_floor(ram_bytes, fixed)  # before loading, so that a hopeless budget costs nothing
+        _, committed = process_memory()
+        with self._experts.native.attached():
+            # not mmapped: dense weights live in anonymous memory, which the kernel cannot drop
+            self._load(model_path, {**kwargs, "use_mmap": False})
+        grown = process_memory()[1] - committed - self._untouched_bytes()
+        fixed = replace(fixed, context=max(grown - fixed.dense, fixed.context))
+        costs = self._experts.costs()
+        if n_slots is None:
+            self._plan = make_plan(ram_bytes, fixed, costs)
+        else:
+            self._plan = fixed_slots_plan(ram_bytes, fixed, costs, n_slots)
+        self._experts.start(self._plan.slots, ram_bytes)
+        self._parts_per_pass = sum(g.n_bound for g in self._experts.groups())
+        self._watch_context()
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """As llama_cpp.Llama.eval; `eval_progress` can watch it from another thread."""
+        self._running = _Eval(
+            self.n_tokens, len(tokens), self._operations(), self._count_operations(len(tokens))
+        )
+        try:
+            super().eval(tokens)
+        finally:
+            self._running = None
+
+    def eval_progress(self) -> tuple[float, int] | None:
+        """(tokens done, tokens in all) of the eval that is running; None when none is.
+
+        Streamed models advance layer by layer, so the first is a fraction; others by whole batches.
+        """
+        running = self._running
+        if running is None:
+            return None
+        if running.all_operations == 0:
+            return float(self.n_tokens - running.first_token), running.n_tokens
+        done = (self._operations() - running.first_operation) / running.all_operations
+        return running.n_tokens * min(done, 1.0), running.n_tokens
+
+    def _operations(self) -> int:
+        return self._experts.stats().operations if self._experts is not None else 0
+
+    def _count_operations(self, n_tokens: int) -> int:
+        """Expert matmuls that evaluating so many tokens takes: one per part, layer and ubatch."""
+        ubatches: int = sum(
+            -(-min(self.n_batch, n_tokens - at) // self.context_params.n_ubatch)
+            for at in range(0, n_tokens, self.n_batch)
+        )
+        return ubatches * self._parts_per_pass
+
+    def _untouched_bytes(self) -> int:
+        """llama_cpp reserves room for every row of logits and fills it only with logits_all."""
+        scores: npt.NDArray[np.single] = self.scores
+        return 0 if self._logits_all else int(scores.nbytes)
+
+    def _watch_context(self) -> None:
+        """Every decode and encode checks for reads that failed; state from bad data is dropped."""
+        for name in ("decode", "encode"):
+            setattr(self._ctx, name, self._checked(getattr(self._ctx, name)))
+
+    def _checked(self, compute: Callable[[Any], None]) -> Callable[[Any], None]:
+        def checked(batch: Any) -> None:
+            assert self._experts is not None
+            try:
+                compute(batch)
+                self._experts.raise_error()
+            except FlashMoEError:
+                if self._is_recurrent or self._is_hybrid:
+                    self.reset()  # type: ignore[no-untyped-call]  # a recurrent state cannot go back by a few tokens
+                raise
+
+        return checked
+
+    # llama_cpp builds this struct inside its constructor; this is where its defaults are adjusted.
+    @property
+    def model_params(self) -> Any:
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: Any) -> None:
+        params.use_extra_bufts = False
+        if self._progress is not None:
+            # llama.cpp keeps only the pointer
+            self._progress_callback = llama_cpp.llama_progress_callback(self._on_progress)
+            params.progress_callback = self._progress_callback
+        self._model_params = params
+
+    def _on_progress(self, fraction: float, user_data: Any) -> bool:
+        if self._progress is not None:
+            self._progress(fraction)
+        return True
+
+    # llama.cpp aborts the process when a model without a vocabulary is asked for text.
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """As llama_cpp.Llama.tokenize; raises OptionError when the model has no vocabulary."""
+        self._need_vocabulary()
+        return super().tokenize(text, add_bos, special)
+
+    def detokenize(
+        self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
+    ) -> bytes:
+        """As llama_cpp.Llama.detokenize; raises OptionError when the model has no vocabulary."""
+        self._need_vocabulary()
+        return super().detokenize(tokens, prev_tokens, special)
+
+    def _need_vocabulary(self) -> None:
+        if not self.has_vocabulary:
+            raise OptionError(
+                f"{Path(self.model_path).name} has no vocabulary, so it cannot read or write text",
+                "give token ids: --tokens on the command line, eval() and generate() in Python",
+            )
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the model can turn text into tokens and back."""
+        return self._model.vocab_type() != llama_cpp.LLAMA_VOCAB_TYPE_NONE
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether experts come through the cache; False for a model without routed experts."""
+        return self._experts is not None
+
+    @property
+    def plan(self) -> Plan | None:
+        """How the budget was spent; None when the model is not streamed."""
+        return self._plan
+
+    def stats(self) -> Stats | None:
+        """The cache's counters; None when the model is not streamed."""
+        return self._experts.stats() if self._experts is not None else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, **self._options._asdict()}
+
+    def close(self) -> None:
+        """Frees the model, then the cache that it reads from."""
+        if hasattr(self, "_stack"):
+            super().close()
+        experts, self._experts = getattr(self, "_experts", None), None
+        if experts is not None:
+            experts.close()
+
+
+def _refuse(kwargs: dict[str, Any]) -> None:
+    """Options that would read all experts or change them behind the cache."""
+    if kwargs.get("use_mlock"):
+        raise OptionError(
+            "mlock would pin experts that are not in memory",
+            "leave it out: dense weights are resident anyway; or use --no-stream",
+        )
+    if kwargs.get("lora_path"):
+        raise OptionError(
+            "LoRA adapters are not supported on a streamed model",
+            "merge the adapter into the GGUF first, or use --no-stream",
+        )
+
+
+def _load_error(model_path: str, error: ValueError, log: list[str]) -> FlashMoEError:
+    """llama_cpp says only that loading failed; llama.cpp's log says why."""
+    causes = [line.split(": ", 1)[-1] for line in log if "error loading model" in line]
+    cause = causes[0] if causes else log[0] if log else str(error)
+    message = f"{Path(model_path).name}: {cause}"
+    if "architecture" in cause:
+        return UnsupportedModelError(message, "this llama.cpp does not know it; a newer one may")
+    return ModelFileError(message, "the file may be damaged or made for another llama.cpp")

@@ -1,0 +1,176 @@
+"""A model's experts as a running stream: geometry in, plan applied, counters out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from flashmoe_gguf._native import GroupCounts, NativeStream, policy_names
+from flashmoe_gguf.budget import GroupCost
+from flashmoe_gguf.errors import ExpertReadError, FlashMoEError, OptionError
+from flashmoe_gguf.store import FAMILIES, Geometry
+
+# Four readers with requests of 1 MiB keep an NVMe drive busy and two cores free (DESIGN 2).
+N_WORKERS = 4
+REQUEST_BYTES = 1 << 20
+RING_BYTES = 24 << 20
+
+# The best of those in the library on every trace that was measured, see docs/POLICIES.md.
+AUTO_POLICY = "dlfu"
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the cache did since the model was loaded, or between two moments (`b - a`).
+
+    Bytes, seconds and counts. `hits` and `lookups` count distinct experts per layer pass;
+    the `decode_` ones only passes of one token. `wait_seconds` is time that compute threads
+    slept for experts, per thread. Sizes (`*_bytes` of memory, `n_slots`) are as of now.
+    """
+
+    policy: str
+    io_mode: str
+    n_slots: int
+    budget_bytes: int
+    slot_bytes: int
+    resident_bytes: int
+    ring_bytes: int
+    dense_bytes: int
+    tokens: int
+    operations: int
+    lookups: int
+    hits: int
+    decode_lookups: int
+    decode_hits: int
+    bypassed: int
+    inserted: int
+    evicted: int
+    missed_bytes: int
+    bytes_read: int
+    reads: int
+    ahead_issued: int
+    ahead_used: int
+    ahead_dropped: int
+    waits: int
+    wait_seconds: float
+    failed_loads: int
+
+    @property
+    def misses(self) -> int:
+        return self.lookups - self.hits
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of lookups that found their expert, 0 to 1; 0 before the first."""
+        return self.hits / self.lookups if self.lookups else 0.0
+
+    @property
+    def decode_hit_rate(self) -> float:
+        """The same for decoding only, which is the figure that policies are compared by."""
+        return self.decode_hits / self.decode_lookups if self.decode_lookups else 0.0
+
+    def __sub__(self, earlier: Stats) -> Stats:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in _COUNTERS:
+            values[name] -= getattr(earlier, name)
+        return Stats(**values)
+
+
+_NAMES = [f.name for f in fields(Stats)]
+_COUNTERS = _NAMES[_NAMES.index("tokens") :]
+
+
+def choose_policy(name: str) -> str:
+    """The eviction policy for a name or `auto`; raises OptionError for an unknown one."""
+    known = policy_names()
+    if name == "auto":
+        return AUTO_POLICY
+    if name not in known:
+        raise OptionError(f"there is no policy '{name}'", f"one of auto, {', '.join(known)}")
+    return name
+
+
+class ExpertStream:
+    """The experts of one model: owns the native stream and knows what its indices mean.
+
+    `close()` comes after the model is gone.
+    """
+
+    def __init__(self, geometry: Geometry, *, io: str, policy: str) -> None:
+        self.geometry = geometry
+        self.policy = choose_policy(policy)
+        self._budget_bytes = 0
+        self._slots: tuple[int, ...] = ()
+        n_ring = max(4, min(64, RING_BYTES // max(geometry.max_part_bytes, 1)))
+        self.native = NativeStream(
+            io=io, n_workers=N_WORKERS, n_ring=n_ring, request_bytes=REQUEST_BYTES
+        )
+        try:
+            self._describe()
+            self.native.open()
+        except FlashMoEError:
+            self.native.close()
+            raise
+
+    def _describe(self) -> None:
+        shards = [self.native.add_file(shard.path) for shard in self.geometry.header.shards]
+        for group in self.geometry.groups:
+            index = self.native.add_group(group.layer, FAMILIES.index(group.family), group.n_expert)
+            for part in group.parts:
+                self.native.add_part(
+                    index,
+                    part.tensor,
+                    file=shards[part.shard],
+                    offset=part.offset,
+                    expert_bytes=part.expert_bytes,
+                )
+
+    def costs(self) -> list[GroupCost]:
+        """What slots cost in each group; those outside the loaded model's graph get none."""
+        return [
+            GroupCost(self.native.slot_bytes(i), counts.n_expert if counts.n_bound else 0)
+            for i, counts in enumerate(self.groups())
+        ]
+
+    def start(self, slots: tuple[int, ...], budget_bytes: int) -> None:
+        """Allocates the slots of a plan."""
+        self.native.start(slots, self.policy)
+        self._slots = slots
+        self._budget_bytes = budget_bytes
+
+    def groups(self) -> list[GroupCounts]:
+        """Counters per group, in the geometry's order."""
+        return [self.native.group_counts(i) for i in range(len(self.geometry.groups))]
+
+    def raise_error(self) -> None:
+        """Raises ExpertReadError when a load has failed since the last call."""
+        error = self.native.take_error()
+        if error is None:
+            return
+        if error.layer < 0:
+            raise FlashMoEError("an operation asked for experts that are not part of the model")
+        raise ExpertReadError(
+            file=str(self.geometry.header.shards[error.file].path),
+            layer=error.layer,
+            expert=error.expert,
+            tensor=error.tensor,
+            errno=error.errno,
+        )
+
+    def stats(self) -> Stats:
+        """The counters as of now."""
+        c = self.native.counters()
+        direct, buffered = c.pop("files_direct"), c.pop("files_buffered")
+        return Stats(
+            policy=self.policy,
+            io_mode="mixed" if direct and buffered else "direct" if direct else "buffered",
+            n_slots=max(self._slots, default=0),
+            budget_bytes=self._budget_bytes,
+            dense_bytes=self.geometry.dense_bytes,
+            bytes_read=c.pop("read_bytes"),
+            wait_seconds=c.pop("wait_ns") / 1e9,
+            **c,
+        )
+
+    def close(self) -> None:
+        """Waits for reads in flight and frees the cache."""
+        self.native.close()

@@ -1,0 +1,152 @@
+/* flashmoe.h: run the routed experts of a MoE model from disk through a bounded cache.
+ *
+ * One fm_stream serves one loaded model. Python describes the model's expert tensors to it,
+ * attaches it to the thread that loads the model, then starts it with so many slots per group.
+ * While llama.cpp computes, hooks.c asks it for one expert at a time.
+ *
+ * Terms: a group is the routed experts of one layer (and family); a part is one weight tensor of
+ * the group (up, gate, down); a slot holds all parts of one expert; the ring is a few buffers of
+ * one part each, for operations that need more experts than the group has slots.
+ *
+ * Functions that can fail return an fm_status and leave a message in fm_last_message() of the
+ * calling thread. Nothing here prints, exits or aborts. Python reads this header as it is
+ * (cffi, ABI mode): declarations only, no preprocessor conditionals.
+ */
+
+enum fm_status {
+    FM_OK = 0,
+    FM_BAD_ARGUMENT = 1,
+    FM_NO_MEMORY = 2,
+    FM_IO_ERROR = 3,
+    FM_BAD_STATE = 4,
+};
+
+enum fm_io_mode {
+    FM_IO_AUTO = 0,     /* direct where the file system allows it, else buffered */
+    FM_IO_DIRECT = 1,   /* direct or fail */
+    FM_IO_BUFFERED = 2, /* through the page cache */
+};
+
+typedef struct fm_stream fm_stream;
+
+struct fm_options {
+    int32_t io_mode;       /* enum fm_io_mode */
+    int32_t n_workers;     /* reading threads; 0: nothing is read until fm_pump (tests) */
+    int32_t n_ring;        /* ring buffers, at least 2 */
+    uint32_t request_bytes; /* one read at most; a multiple of 4096 */
+};
+
+/* The first error since it was last taken. Layer, expert: -1 when not known. */
+struct fm_error {
+    int32_t status;
+    int32_t sys_errno; /* 0: the file ended early */
+    int32_t file;
+    int32_t layer;
+    int32_t expert;
+    int32_t part;
+    uint64_t count;   /* failed loads in all */
+    char tensor[128];
+};
+
+/* Counters since the start, except the *_bytes of memory, which are as of now. */
+struct fm_stats {
+    uint64_t tokens;          /* routed tokens, counted at the first layer */
+    uint64_t operations;      /* MUL_MAT_ID operations begun */
+    uint64_t lookups;         /* distinct experts wanted, one per expert and layer pass */
+    uint64_t hits;            /* of these, in a slot already */
+    uint64_t decode_lookups;  /* the same for passes of one token */
+    uint64_t decode_hits;
+    uint64_t bypassed;        /* missing experts that went through the ring */
+    uint64_t inserted;
+    uint64_t evicted;
+    uint64_t missed_bytes;    /* exact bytes of the parts that had to be loaded */
+    uint64_t read_bytes;      /* bytes read from the files */
+    uint64_t reads;           /* read requests */
+    uint64_t ahead_issued;    /* ring parts read before their operation began */
+    uint64_t ahead_used;
+    uint64_t ahead_dropped;
+    uint64_t waits;           /* times a thread slept for an expert */
+    uint64_t wait_ns;         /* time asleep, divided by the threads of the operation */
+    uint64_t failed_loads;
+    uint64_t slot_bytes;      /* memory reserved for slots */
+    uint64_t resident_bytes;  /* of which hold an expert */
+    uint64_t ring_bytes;
+    int32_t files_direct;
+    int32_t files_buffered;
+};
+
+/* Per group, as of now and since the start. */
+struct fm_group_stats {
+    int32_t layer;
+    int32_t family;
+    int32_t n_expert;
+    int32_t n_slots;
+    int32_t n_resident;
+    int32_t n_bound;          /* parts that a loaded model uses; 0: the group is not part of its graph */
+    uint64_t lookups;
+    uint64_t hits;
+    uint64_t evicted;
+};
+
+const char *fm_last_message(void);
+
+/* Names of the eviction policies, by index; NULL past the end. */
+const char *fm_policy_name(int32_t index);
+
+/* Describe: files, then groups, then parts in the order up, gate_up, gate, down. Return an index, or -1. */
+fm_stream *fm_stream_new(const struct fm_options *options);
+int32_t fm_stream_add_file(fm_stream *stream, const char *path);
+int32_t fm_stream_add_group(fm_stream *stream, int32_t layer, int32_t family, int32_t n_expert);
+int32_t fm_stream_add_part(fm_stream *stream, int32_t group, const char *tensor, int32_t file,
+                           uint64_t offset, uint64_t expert_bytes);
+
+/* Bytes that one slot of this group takes; bytes of the whole ring. */
+uint64_t fm_stream_slot_bytes(const fm_stream *stream, int32_t group);
+uint64_t fm_stream_ring_bytes(const fm_stream *stream);
+
+/* Allocate the ring: from now on operations can run, everything through the ring. */
+int32_t fm_stream_open(fm_stream *stream);
+/* Allocate slots, n_slots[n_groups]; once, after open, while no operation runs. */
+int32_t fm_stream_start(fm_stream *stream, const int32_t *n_slots, const char *policy);
+
+void fm_stream_stats(fm_stream *stream, struct fm_stats *stats);
+int32_t fm_stream_group_stats(fm_stream *stream, int32_t group, struct fm_group_stats *stats);
+/* Copies and clears the latched error; returns 1 when there was one. */
+int32_t fm_stream_take_error(fm_stream *stream, struct fm_error *error);
+/* Checks every invariant of cache and policy; FM_OK or FM_BAD_STATE. */
+int32_t fm_stream_verify(fm_stream *stream);
+/* Waits for reads in flight and frees everything. The model must be gone. */
+void fm_stream_free(fm_stream *stream);
+
+/* Models that this thread loads get their expert tensors from `stream`; NULL ends it. */
+void fm_hooks_attach(fm_stream *stream);
+
+/* One operation, as hooks.c runs it. ids: [n_tokens][n_used] with byte strides; n_rows [n_expert];
+ * order [n_expert] is filled with the experts to visit. begin never fails: with an unknown group it
+ * latches an error and serves zeros. */
+struct fm_routing {
+    const char *ids;
+    int64_t n_used;
+    int64_t n_tokens;
+    uint64_t stride_used;
+    uint64_t stride_token;
+};
+void *fm_operation_begin(fm_stream *stream, int32_t group, int32_t part, const struct fm_routing *routing,
+                         int32_t n_expert, const int64_t *n_rows, int32_t n_threads, int32_t *order);
+const void *fm_operation_acquire(void *operation, int32_t i);
+void fm_operation_release(void *operation, int32_t i);
+
+/* Faults for tests: reads that begin once `after` more reads have begun, `count` of them, fail
+ * (sys_errno > 0), come up short (sys_errno 0), or are held until fm_fault_release (hold 1). */
+struct fm_fault {
+    int32_t sys_errno;
+    int32_t hold;
+    uint64_t after;
+    uint64_t count;
+};
+void fm_fault_set(fm_stream *stream, const struct fm_fault *fault);
+void fm_fault_release(fm_stream *stream);
+/* Held reads right now. */
+int32_t fm_fault_held(fm_stream *stream);
+/* With no workers: run the queued read at position `index`, in the order they would run; 0 when there is none. */
+int32_t fm_pump(fm_stream *stream, int32_t index);

@@ -1,0 +1,213 @@
+/* hooks.c: the only file that knows ggml and llama.cpp. Gives each model's routed expert weights a
+ * buffer without memory, and answers MUL_MAT_ID with experts from the stream (patches 1 and 2).
+ *
+ * The buffer is a reserved address range that cannot be read: whoever would touch an expert's
+ * bytes without asking the cache crashes at once instead of computing on garbage. It says that it
+ * is no host memory, so the scheduler never copies out of it for another device. */
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "stream.h"
+
+#include "ggml-backend-impl.h"
+#include "ggml-cpu.h"
+#include "llama.h"
+
+/* The loader keeps one of these per model; ggml asks it for the buffer. */
+struct source {
+    struct ggml_backend_buffer_type type; /* first: its address is the buffer type */
+    fm_stream *stream;
+    struct range *ranges; /* ascending; filled as tensors are placed */
+    size_t n_ranges;
+    uint8_t *base;
+    size_t size;
+};
+
+struct range {
+    size_t offset;
+    int32_t group;
+    int32_t part;
+};
+
+static _Thread_local struct source *attached;
+static pthread_once_t registered = PTHREAD_ONCE_INIT;
+
+static const char *type_name(ggml_backend_buffer_type_t type) {
+    (void)type;
+    return "FlashMoE";
+}
+
+static bool owns(ggml_backend_buffer_type_t type) {
+    return type->iface.get_name == type_name;
+}
+
+static bool find_part(const fm_stream *stream, const char *tensor, int32_t *group, int32_t *part) {
+    for (int32_t g = 0; g < stream->n_groups; g++) {
+        for (int32_t p = 0; p < stream->groups[g].n_parts; p++) {
+            if (strcmp(stream->groups[g].parts[p].tensor, tensor) == 0) {
+                *group = g;
+                *part = p;
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* The range that begins at this tensor's data; NULL when the tensor is a view into the middle of one. */
+static const struct range *range_of(const struct source *source, const struct ggml_tensor *tensor) {
+    const size_t offset = (size_t)((const uint8_t *)tensor->data - source->base);
+    size_t low = 0;
+    size_t high = source->n_ranges;
+    while (low < high) {
+        const size_t middle = (low + high) / 2;
+        if (source->ranges[middle].offset < offset) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low < source->n_ranges && source->ranges[low].offset == offset ? &source->ranges[low] : NULL;
+}
+
+static void buffer_free(ggml_backend_buffer_t buffer) {
+    struct source *source = buffer->context;
+    if (attached == source) {
+        attached = NULL; /* the load failed half way */
+        llama_set_tensor_source(NULL, NULL);
+    }
+    munmap(source->base, source->size);
+    free(source->ranges);
+    free(source);
+}
+
+static void *buffer_base(ggml_backend_buffer_t buffer) {
+    return ((struct source *)buffer->context)->base;
+}
+
+static enum ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, struct ggml_tensor *tensor) {
+    struct source *source = buffer->context;
+    struct range range = {.offset = (size_t)((uint8_t *)tensor->data - source->base)};
+    if (tensor->view_src != NULL) {
+        return GGML_STATUS_SUCCESS;
+    }
+    struct range *ranges = realloc(source->ranges, (source->n_ranges + 1) * sizeof *ranges);
+    if (ranges == NULL) {
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+    source->ranges = ranges;
+    if (!find_part(source->stream, tensor->name, &range.group, &range.part)) {
+        return GGML_STATUS_FAILED;
+    }
+    ranges[source->n_ranges++] = range;
+    source->stream->groups[range.group].n_bound++;
+    return GGML_STATUS_SUCCESS;
+}
+
+static void buffer_memset(ggml_backend_buffer_t buffer, struct ggml_tensor *tensor, uint8_t value, size_t offset, size_t size) {
+    (void)buffer, (void)tensor, (void)value, (void)offset, (void)size;
+}
+
+static void buffer_set(ggml_backend_buffer_t buffer, struct ggml_tensor *tensor, const void *data, size_t offset, size_t size) {
+    (void)buffer, (void)tensor, (void)data, (void)offset, (void)size;
+}
+
+/* Whoever wants the bytes outside MUL_MAT_ID gets them from the file. */
+static void buffer_get(ggml_backend_buffer_t buffer, const struct ggml_tensor *tensor, void *data, size_t offset, size_t size) {
+    struct source *source = buffer->context;
+    fm_stream *stream = source->stream;
+    const struct range *range = range_of(source, tensor);
+    int error = FM_IO_SHORT;
+    if (range != NULL) {
+        const struct part *part = &stream->groups[range->group].parts[range->part];
+        error = fm_io_read_now(stream->io, part->file, data, size, part->offset + offset);
+    }
+    if (error != 0) {
+        memset(data, 0, size);
+        pthread_mutex_lock(&stream->lock);
+        fm_load_latch(stream, NULL, FM_IO_ERROR, error);
+        pthread_mutex_unlock(&stream->lock);
+    }
+}
+
+static void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
+    (void)buffer, (void)value;
+}
+
+static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
+    struct source *source = (struct source *)type;
+    const struct ggml_backend_buffer_i interface = {
+        .free_buffer = buffer_free,
+        .get_base = buffer_base,
+        .init_tensor = buffer_init_tensor,
+        .memset_tensor = buffer_memset,
+        .set_tensor = buffer_set,
+        .get_tensor = buffer_get,
+        .clear = buffer_clear,
+    };
+    void *base = mmap(NULL, size > 0 ? size : 1, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) {
+        return NULL;
+    }
+    source->base = base;
+    source->size = size > 0 ? size : 1;
+    return ggml_backend_buffer_init(type, interface, source, size);
+}
+
+static size_t alignment(ggml_backend_buffer_type_t type) {
+    (void)type;
+    return 64;
+}
+
+static ggml_backend_buffer_type_t source_for(const struct ggml_tensor *tensor, void *user_data) {
+    struct source *source = user_data;
+    int32_t group;
+    int32_t part;
+    return find_part(source->stream, tensor->name, &group, &part) ? &source->type : NULL;
+}
+
+static void *begin(const struct ggml_tensor *dst, const int64_t *n_rows, int n_threads, int32_t *order) {
+    const struct ggml_tensor *weights = dst->src[0];
+    const struct ggml_tensor *ids = dst->src[2];
+    const struct source *source = (const struct source *)weights->buffer->buft;
+    const struct range *range = range_of(source, weights);
+    const struct fm_routing routing = {
+        .ids = ids->data,
+        .n_used = ids->ne[0],
+        .n_tokens = ids->ne[1],
+        .stride_used = ids->nb[0],
+        .stride_token = ids->nb[1],
+    };
+    return fm_operation_begin(source->stream, range != NULL ? range->group : -1, range != NULL ? range->part : -1,
+                              &routing, (int32_t)weights->ne[2], n_rows, n_threads, order);
+}
+
+static const struct ggml_cpu_expert_source expert_source = {
+    .owns = owns,
+    .begin = begin,
+    .acquire = fm_operation_acquire,
+    .release = fm_operation_release,
+};
+
+static void register_source(void) {
+    ggml_cpu_set_expert_source(&expert_source);
+}
+
+void fm_hooks_attach(fm_stream *stream) {
+    pthread_once(&registered, register_source);
+    if (attached != NULL && attached->base == NULL) {
+        free(attached); /* nothing was loaded: no buffer owns it */
+    }
+    attached = stream != NULL ? calloc(1, sizeof *attached) : NULL;
+    if (attached == NULL) {
+        llama_set_tensor_source(NULL, NULL);
+        return;
+    }
+    attached->stream = stream;
+    attached->type.iface.get_name = type_name;
+    attached->type.iface.alloc_buffer = alloc_buffer;
+    attached->type.iface.get_alignment = alignment;
+    llama_set_tensor_source(source_for, attached);
+}

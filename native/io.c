@@ -1,0 +1,324 @@
+/* io.c: the worker pool. Owns the queues, the threads and the open files. A worker sleeps until
+ * there is a request, takes the most urgent, reads, and reports. Faults for tests are injected
+ * here, between the queue and the file, so that everything above runs as in production. */
+
+#include "io.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "file.h"
+
+enum { MAX_WORKERS = 64, MAX_FILES = 4096 };
+
+struct request {
+    struct request *next;
+    void *owner;
+    void *dst;
+    uint64_t offset;
+    size_t bytes;
+    size_t need;
+    int file;
+};
+
+struct queue {
+    struct request *head;
+    struct request **tail;
+};
+
+struct fm_io {
+    fm_io_done done;
+    int mode;
+    struct fm_file **files;
+    int n_files;
+
+    pthread_mutex_t lock; /* guards everything below */
+    pthread_cond_t wake;
+    struct queue queues[FM_PRIORITY_COUNT];
+    struct request *free_requests;
+    bool stopping;
+    struct fm_fault fault;
+    uint64_t fault_seen;
+    int held;
+    bool release_held;
+    pthread_cond_t held_wake;
+
+    pthread_t workers[MAX_WORKERS];
+    int n_workers;
+    atomic_uint_fast64_t reads;
+    atomic_uint_fast64_t bytes;
+};
+
+static void queue_push(struct queue *q, struct request *r) {
+    r->next = NULL;
+    *q->tail = r;
+    q->tail = &r->next;
+}
+
+/* Unlinks the request that *link points at. */
+static struct request *queue_take(struct queue *q, struct request **link) {
+    struct request *r = *link;
+    *link = r->next;
+    if (q->tail == &r->next) {
+        q->tail = link;
+    }
+    return r;
+}
+
+/* The request at this position of the order in which they would run. Lock held. */
+static struct request *take_at(struct fm_io *io, int index) {
+    for (int p = 0; p < FM_PRIORITY_COUNT; p++) {
+        for (struct request **link = &io->queues[p].head; *link != NULL; link = &(*link)->next) {
+            if (index-- == 0) {
+                return queue_take(&io->queues[p], link);
+            }
+        }
+    }
+    return NULL;
+}
+
+enum fault_kind { FAULT_NONE, FAULT_FAIL, FAULT_HOLD };
+
+/* Does the scripted fault hit the read that begins now? Lock held. */
+static enum fault_kind fault_for_next_read(struct fm_io *io) {
+    if (io->fault.count == 0) {
+        return FAULT_NONE;
+    }
+    const uint64_t n = io->fault_seen++;
+    if (n < io->fault.after || n - io->fault.after >= io->fault.count) {
+        return FAULT_NONE;
+    }
+    return io->fault.hold ? FAULT_HOLD : FAULT_FAIL;
+}
+
+static int do_read(struct fm_io *io, const struct request *r, enum fault_kind fault, int fault_errno) {
+    if (fault == FAULT_FAIL) {
+        return fault_errno > 0 ? fault_errno : FM_IO_SHORT;
+    }
+    const ssize_t n = fm_file_read(io->files[r->file], r->dst, r->bytes, r->offset);
+    if (n < 0) {
+        return (int)-n;
+    }
+    atomic_fetch_add_explicit(&io->reads, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&io->bytes, (uint64_t)n, memory_order_relaxed);
+    return (size_t)n < r->need ? FM_IO_SHORT : 0;
+}
+
+/* Runs one request that is off the queue. Called and returns with the lock held. */
+static void run(struct fm_io *io, struct request *r) {
+    const enum fault_kind fault = fault_for_next_read(io);
+    const int fault_errno = io->fault.sys_errno;
+    if (fault == FAULT_HOLD) {
+        io->held++;
+        while (!io->release_held && !io->stopping) {
+            pthread_cond_wait(&io->held_wake, &io->lock);
+        }
+        io->held--;
+    }
+    pthread_mutex_unlock(&io->lock);
+    const int error = do_read(io, r, fault, fault_errno);
+    io->done(r->owner, error);
+    pthread_mutex_lock(&io->lock);
+    r->next = io->free_requests;
+    io->free_requests = r;
+}
+
+static void *worker(void *arg) {
+    struct fm_io *io = arg;
+    pthread_mutex_lock(&io->lock);
+    for (;;) {
+        struct request *r = take_at(io, 0);
+        if (r != NULL) {
+            run(io, r);
+        } else if (io->stopping) {
+            break;
+        } else {
+            pthread_cond_wait(&io->wake, &io->lock);
+        }
+    }
+    pthread_mutex_unlock(&io->lock);
+    return NULL;
+}
+
+struct fm_io *fm_io_new(int mode, int n_workers, fm_io_done done) {
+    if (n_workers < 0 || n_workers > MAX_WORKERS) {
+        fm_fail(FM_BAD_ARGUMENT, "between 0 and %d reading threads, not %d", MAX_WORKERS, n_workers);
+        return NULL;
+    }
+    struct fm_io *io = calloc(1, sizeof *io);
+    if (io == NULL) {
+        fm_fail(FM_NO_MEMORY, "out of memory starting the reading threads");
+        return NULL;
+    }
+    io->mode = mode;
+    io->done = done;
+    for (int p = 0; p < FM_PRIORITY_COUNT; p++) {
+        io->queues[p].tail = &io->queues[p].head;
+    }
+    pthread_mutex_init(&io->lock, NULL);
+    pthread_cond_init(&io->wake, NULL);
+    pthread_cond_init(&io->held_wake, NULL);
+    for (; io->n_workers < n_workers; io->n_workers++) {
+        const int error = pthread_create(&io->workers[io->n_workers], NULL, worker, io);
+        if (error != 0) {
+            fm_fail(FM_NO_MEMORY, "cannot start a reading thread: %s", strerror(error));
+            fm_io_free(io);
+            return NULL;
+        }
+    }
+    return io;
+}
+
+void fm_io_free(struct fm_io *io) {
+    if (io == NULL) {
+        return;
+    }
+    pthread_mutex_lock(&io->lock);
+    io->stopping = true;
+    pthread_cond_broadcast(&io->wake);
+    pthread_cond_broadcast(&io->held_wake);
+    pthread_mutex_unlock(&io->lock);
+    for (int i = 0; i < io->n_workers; i++) {
+        pthread_join(io->workers[i], NULL);
+    }
+    for (int p = 0; p < FM_PRIORITY_COUNT; p++) {
+        for (struct request *r = io->queues[p].head, *next; r != NULL; r = next) {
+            next = r->next;
+            free(r);
+        }
+    }
+    for (struct request *r = io->free_requests, *next; r != NULL; r = next) {
+        next = r->next;
+        free(r);
+    }
+    for (int i = 0; i < io->n_files; i++) {
+        fm_file_close(io->files[i]);
+    }
+    free(io->files);
+    pthread_cond_destroy(&io->held_wake);
+    pthread_cond_destroy(&io->wake);
+    pthread_mutex_destroy(&io->lock);
+    free(io);
+}
+
+int fm_io_open(struct fm_io *io, const char *path) {
+    if (io->n_files >= MAX_FILES) {
+        fm_fail(FM_BAD_ARGUMENT, "more than %d files", MAX_FILES);
+        return -1;
+    }
+    struct fm_file **files = realloc(io->files, ((size_t)io->n_files + 1) * sizeof *files);
+    if (files == NULL) {
+        fm_fail(FM_NO_MEMORY, "out of memory opening %s", path);
+        return -1;
+    }
+    io->files = files;
+    files[io->n_files] = fm_file_open(path, io->mode);
+    return files[io->n_files] == NULL ? -1 : io->n_files++;
+}
+
+uint64_t fm_io_file_size(const struct fm_io *io, int file) {
+    return fm_file_size(io->files[file]);
+}
+
+bool fm_io_submit(struct fm_io *io, enum fm_priority priority, int file, uint64_t offset, size_t bytes,
+                  size_t need, void *dst, void *owner) {
+    pthread_mutex_lock(&io->lock);
+    struct request *r = io->free_requests;
+    if (r != NULL) {
+        io->free_requests = r->next;
+    } else {
+        r = malloc(sizeof *r);
+    }
+    if (r != NULL) {
+        *r = (struct request){.owner = owner, .dst = dst, .offset = offset, .bytes = bytes, .need = need, .file = file};
+        queue_push(&io->queues[priority], r);
+        pthread_cond_signal(&io->wake);
+    }
+    pthread_mutex_unlock(&io->lock);
+    return r != NULL;
+}
+
+int fm_io_cancel(struct fm_io *io, const void *owner) {
+    int n = 0;
+    pthread_mutex_lock(&io->lock);
+    struct queue *q = &io->queues[FM_PRIORITY_AHEAD];
+    for (struct request **link = &q->head; *link != NULL;) {
+        if ((*link)->owner != owner) {
+            link = &(*link)->next;
+            continue;
+        }
+        struct request *r = queue_take(q, link);
+        r->next = io->free_requests;
+        io->free_requests = r;
+        n++;
+    }
+    pthread_mutex_unlock(&io->lock);
+    return n;
+}
+
+void fm_io_promote(struct fm_io *io, const void *owner) {
+    pthread_mutex_lock(&io->lock);
+    struct queue *q = &io->queues[FM_PRIORITY_AHEAD];
+    for (struct request **link = &q->head; *link != NULL;) {
+        if ((*link)->owner == owner) {
+            queue_push(&io->queues[FM_PRIORITY_DEMAND], queue_take(q, link));
+        } else {
+            link = &(*link)->next;
+        }
+    }
+    pthread_mutex_unlock(&io->lock);
+}
+
+int fm_io_read_now(struct fm_io *io, int file, void *dst, size_t bytes, uint64_t offset) {
+    const ssize_t n = fm_file_read_buffered(io->files[file], dst, bytes, offset);
+    if (n < 0) {
+        return (int)-n;
+    }
+    return (size_t)n < bytes ? FM_IO_SHORT : 0;
+}
+
+void fm_io_count(struct fm_io *io, struct fm_io_counters *counters) {
+    *counters = (struct fm_io_counters){.reads = atomic_load(&io->reads), .bytes = atomic_load(&io->bytes)};
+    for (int i = 0; i < io->n_files; i++) {
+        if (fm_file_is_direct(io->files[i])) {
+            counters->files_direct++;
+        } else {
+            counters->files_buffered++;
+        }
+    }
+}
+
+void fm_io_set_fault(struct fm_io *io, const struct fm_fault *fault) {
+    pthread_mutex_lock(&io->lock);
+    io->fault = *fault;
+    io->fault_seen = 0;
+    io->release_held = false;
+    pthread_mutex_unlock(&io->lock);
+}
+
+void fm_io_release_held(struct fm_io *io) {
+    pthread_mutex_lock(&io->lock);
+    io->release_held = true;
+    pthread_cond_broadcast(&io->held_wake);
+    pthread_mutex_unlock(&io->lock);
+}
+
+int fm_io_held(struct fm_io *io) {
+    pthread_mutex_lock(&io->lock);
+    const int n = io->held;
+    pthread_mutex_unlock(&io->lock);
+    return n;
+}
+
+bool fm_io_pump(struct fm_io *io, int index) {
+    pthread_mutex_lock(&io->lock);
+    struct request *r = take_at(io, index);
+    if (r != NULL) {
+        run(io, r);
+    }
+    pthread_mutex_unlock(&io->lock);
+    return r != NULL;
+}

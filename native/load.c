@@ -1,0 +1,96 @@
+/* load.c: brings one part of one expert into its region. Splits it into requests, counts them in,
+ * latches the first error. Knows neither slots nor policy. */
+
+#include <errno.h>
+#include <string.h>
+
+#include "stream.h"
+
+void fm_load_wake(struct fm_stream *stream) {
+    if (stream->n_waiting > 0) {
+        pthread_cond_broadcast(&stream->landed);
+    }
+}
+
+void fm_load_latch(struct fm_stream *stream, const struct load *load, enum fm_status status, int error) {
+    stream->stats.failed_loads++;
+    struct fm_error *latched = &stream->error;
+    if (latched->count++ > 0) {
+        return;
+    }
+    latched->status = status;
+    latched->sys_errno = error > 0 ? error : 0;
+    latched->file = latched->layer = latched->expert = latched->part = -1;
+    if (load != NULL) {
+        const struct group *group = &stream->groups[load->group];
+        latched->file = group->parts[load->part].file;
+        latched->layer = group->layer;
+        latched->expert = load->expert;
+        latched->part = load->part;
+        memcpy(latched->tensor, group->parts[load->part].tensor, sizeof latched->tensor);
+    }
+}
+
+static void set_state(struct load *load, enum load_state state) {
+    atomic_store_explicit(&load->state, state, memory_order_release);
+}
+
+/* Every request has ended. */
+static void finish(struct load *load) {
+    struct fm_stream *stream = load->stream;
+    const bool unwanted = load->ring != NULL && load->ring->draining;
+    if (load->error != 0 && !unwanted) {
+        fm_load_latch(stream, load, FM_IO_ERROR, load->error);
+    }
+    set_state(load, load->error != 0 ? LOAD_FAILED : LOAD_READY);
+    if (unwanted) {
+        fm_ring_return(stream, load->ring);
+    }
+    fm_load_wake(stream);
+}
+
+void fm_load_ended(void *owner, int error) {
+    struct load *load = owner;
+    struct fm_stream *stream = load->stream;
+    pthread_mutex_lock(&stream->lock);
+    if (load->error == 0) {
+        load->error = error;
+    }
+    if (--load->pending == 0) {
+        finish(load);
+    }
+    pthread_mutex_unlock(&stream->lock);
+}
+
+void fm_load_start(struct load *load, int32_t group, int32_t part, int32_t expert, enum fm_priority priority) {
+    struct fm_stream *stream = load->stream;
+    const struct part *p = &stream->groups[group].parts[part];
+    const uint64_t begin = p->offset + (uint64_t)expert * p->expert_bytes;
+    const uint64_t end = begin + p->expert_bytes;
+    const uint64_t first = begin & ~(uint64_t)(FM_IO_ALIGN - 1);
+
+    load->group = group;
+    load->part = part;
+    load->expert = expert;
+    load->error = 0;
+    load->sequence = ++stream->sequence;
+    load->data = load->region + (begin - first);
+    load->pending = 1; /* ours, until all requests are submitted */
+    set_state(load, LOAD_LOADING);
+    stream->stats.missed_bytes += p->expert_bytes;
+
+    for (uint64_t at = first; at < end; at += stream->options.request_bytes) {
+        const uint64_t rest = end - at;
+        const uint64_t need = rest < stream->options.request_bytes ? rest : stream->options.request_bytes;
+        const uint64_t bytes = (need + FM_IO_ALIGN - 1) & ~(uint64_t)(FM_IO_ALIGN - 1);
+        load->pending++;
+        if (!fm_io_submit(stream->io, priority, p->file, at, bytes, need, load->region + (at - first), load)) {
+            load->pending--;
+            load->error = ENOMEM; /* the load fails, the token is refused, nothing is lost */
+            break;
+        }
+    }
+    if (--load->pending == 0) {
+        finish(load);
+    }
+}

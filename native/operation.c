@@ -1,0 +1,307 @@
+/* operation.c: one MUL_MAT_ID from begin to the last release. Decides which experts go through
+ * slots and which through the ring, pins what is used, and lets threads sleep for what is not there
+ * yet. Every operation finds its bytes on its own, so operations of several contexts can overlap. */
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "stream.h"
+
+static uint64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static struct operation *new_operation(struct fm_stream *stream) {
+    struct operation *op = stream->idle;
+    if (op != NULL) {
+        stream->idle = op->next;
+    } else {
+        op = malloc(sizeof *op + (size_t)stream->max_expert * sizeof op->entries[0]);
+    }
+    return op;
+}
+
+static void add_entry(struct operation *op, int32_t expert, int32_t slot, struct load *load) {
+    struct entry *entry = &op->entries[op->n++];
+    entry->expert = expert;
+    entry->slot = slot;
+    atomic_init(&entry->load, load);
+    atomic_init(&entry->left, op->n_threads);
+}
+
+/* Uses a resident expert. Loads its part again if that failed before. */
+static void add_resident(struct operation *op, int32_t group, int32_t expert) {
+    const int32_t s = op->group->slot_of[expert];
+    struct slot *slot = &op->group->slots[s];
+    struct load *load = &slot->loads[op->part];
+    const int state = atomic_load_explicit(&load->state, memory_order_relaxed);
+    if (state == LOAD_FAILED || state == LOAD_EMPTY) {
+        fm_load_start(load, group, op->part, expert, FM_PRIORITY_DEMAND);
+    } else if (state == LOAD_LOADING) {
+        fm_io_promote(op->stream->io, load);
+    }
+    slot->pins++;
+    add_entry(op, expert, s, load);
+}
+
+static bool is_ready(const struct entry *entry) {
+    const struct load *load = atomic_load_explicit(&entry->load, memory_order_relaxed);
+    return atomic_load_explicit(&load->state, memory_order_relaxed) != LOAD_LOADING;
+}
+
+static uint64_t sequence_of(const struct entry *entry) {
+    return atomic_load_explicit(&entry->load, memory_order_relaxed)->sequence;
+}
+
+/* What is there first, then in the order in which it will arrive. Few are loading, so insertion sort. */
+static void sort_by_arrival(struct operation *op) {
+    for (int32_t i = 1; i < op->n; i++) {
+        const struct entry moved = op->entries[i];
+        const bool ready = is_ready(&moved);
+        int32_t j = i;
+        while (j > 0 && !is_ready(&op->entries[j - 1]) && (ready || sequence_of(&op->entries[j - 1]) > sequence_of(&moved))) {
+            op->entries[j] = op->entries[j - 1];
+            j--;
+        }
+        op->entries[j] = moved;
+    }
+}
+
+/* Gives the expert a slot and starts all its parts, this operation's first. */
+static bool insert(struct operation *op, int32_t group, int32_t expert, bool may_evict) {
+    const int32_t s = fm_slots_insert(op->stream, group, expert, may_evict);
+    if (s < 0) {
+        return false;
+    }
+    struct slot *slot = &op->group->slots[s];
+    for (int32_t p = 0; p < op->group->n_parts; p++) {
+        atomic_store_explicit(&slot->loads[p].state, LOAD_EMPTY, memory_order_relaxed);
+    }
+    fm_load_start(&slot->loads[op->part], group, op->part, expert, FM_PRIORITY_DEMAND);
+    slot->pins++;
+    add_entry(op, expert, s, &slot->loads[op->part]);
+    return true;
+}
+
+/* The other parts of the experts that this operation has put into slots. They follow the first parts of all. */
+static void start_other_parts(struct operation *op, int32_t group, int32_t first_inserted) {
+    for (int32_t p = 0; p < op->group->n_parts; p++) {
+        if (p == op->part) {
+            continue;
+        }
+        for (int32_t i = first_inserted; i < op->n; i++) {
+            const struct entry *entry = &op->entries[i];
+            if (entry->slot >= 0) {
+                fm_load_start(&op->group->slots[entry->slot].loads[p], group, p, entry->expert, FM_PRIORITY_AHEAD);
+            }
+        }
+    }
+}
+
+/* Puts the missing experts of a pass into slots. When there are more than can fit, a batch takes
+ * empty slots only, for what its last tokens use: what decoding has cached stays. */
+static void admit(struct operation *op, int32_t group, const struct fm_routing *routing, const int64_t *n_rows,
+                  int32_t n_distinct) {
+    const struct group *g = op->group;
+    if (n_distinct <= g->n_slots || routing->n_tokens == 1) {
+        for (int32_t e = 0; e < g->n_expert; e++) {
+            if (n_rows[e] > 0 && g->slot_of[e] < 0 && !insert(op, group, e, true)) {
+                break;
+            }
+        }
+        return;
+    }
+    for (int64_t t = routing->n_tokens - 1; t >= 0 && g->n_resident < g->n_slots; t--) {
+        for (int64_t k = 0; k < routing->n_used; k++) {
+            int32_t e;
+            memcpy(&e, routing->ids + t * routing->stride_token + k * routing->stride_used, sizeof e);
+            if (e >= 0 && e < g->n_expert && g->slot_of[e] < 0 && !insert(op, group, e, false)) {
+                return;
+            }
+        }
+    }
+}
+
+/* The first operation of a pass through the group: counts, tells the policy, admits. */
+static void begin_pass(struct operation *op, int32_t group, const struct fm_routing *routing, const int64_t *n_rows,
+                       int32_t n_distinct) {
+    struct fm_stream *stream = op->stream;
+    struct group *g = op->group;
+    const uint64_t hits = (uint64_t)op->n;
+    g->lookups += (uint64_t)n_distinct;
+    g->hits += hits;
+    stream->stats.lookups += (uint64_t)n_distinct;
+    stream->stats.hits += hits;
+    if (routing->n_tokens == 1) {
+        stream->stats.decode_lookups += (uint64_t)n_distinct;
+        stream->stats.decode_hits += hits;
+    }
+    if (group == 0) {
+        stream->stats.tokens += (uint64_t)routing->n_tokens;
+    }
+    fm_slots_route(stream, group, routing);
+    const int32_t first_inserted = op->n;
+    admit(op, group, routing, n_rows, n_distinct);
+    start_other_parts(op, group, first_inserted);
+    stream->stats.bypassed += (uint64_t)(n_distinct - op->n);
+}
+
+/* Learns in which order the graph uses the parts. */
+static void note_part(struct group *group, int32_t part) {
+    if (group->lead < 0) {
+        group->lead = part;
+    }
+    if (part != group->lead && group->last_part >= 0) {
+        group->next_part[group->last_part] = part;
+    }
+    group->last_part = part;
+}
+
+static void fill(struct operation *op, int32_t group, const struct fm_routing *routing, const int64_t *n_rows) {
+    struct group *g = op->group;
+    int32_t n_distinct = 0;
+    note_part(g, op->part);
+    for (int32_t e = 0; e < g->n_expert; e++) {
+        if (n_rows[e] > 0) {
+            n_distinct++;
+            if (g->slot_of[e] >= 0) {
+                add_resident(op, group, e);
+            }
+        }
+    }
+    if (op->part == g->lead) {
+        begin_pass(op, group, routing, n_rows, n_distinct);
+    }
+    sort_by_arrival(op);
+
+    op->next_ring = op->next_ahead = op->n;
+    for (int32_t e = 0; e < g->n_expert && op->n < n_distinct; e++) {
+        if (n_rows[e] > 0 && g->slot_of[e] < 0) {
+            add_entry(op, e, -1, NULL);
+        }
+    }
+}
+
+/* For a tensor that nobody described, or when memory is short: zeros, and an error instead of a token. */
+static struct operation *begin_zeros(struct fm_stream *stream, struct operation *op, enum fm_status status,
+                                     int32_t n_expert, const int64_t *n_rows) {
+    fm_load_latch(stream, NULL, status, 0);
+    if (op != NULL) {
+        op->group = NULL;
+        for (int32_t e = 0; e < n_expert && op->n < stream->max_expert; e++) {
+            if (n_rows[e] > 0) {
+                add_entry(op, e, -1, NULL);
+            }
+        }
+        op->next_ring = op->next_ahead = op->n;
+    }
+    return op;
+}
+
+void *fm_operation_begin(fm_stream *stream, int32_t group, int32_t part, const struct fm_routing *routing,
+                         int32_t n_expert, const int64_t *n_rows, int32_t n_threads, int32_t *order) {
+    pthread_mutex_lock(&stream->lock);
+    stream->stats.operations++;
+    struct operation *op = new_operation(stream);
+    if (op != NULL) {
+        op->stream = stream;
+        op->part = part;
+        op->n_threads = n_threads;
+        op->n = op->n_held = 0;
+        op->next = stream->active;
+        stream->active = op;
+    }
+    const bool known = group >= 0 && group < stream->n_groups && part >= 0 &&
+                       part < stream->groups[group].n_parts && n_expert == stream->groups[group].n_expert &&
+                       stream->ring != NULL;
+    if (op == NULL || !known) {
+        op = begin_zeros(stream, op, op == NULL ? FM_NO_MEMORY : FM_BAD_STATE, n_expert, n_rows);
+    } else {
+        op->group = &stream->groups[group];
+        fill(op, group, routing, n_rows);
+        fm_ring_claim(stream, op);
+        fm_ring_fill(stream);
+    }
+    if (op != NULL) {
+        atomic_init(&op->left, op->n * n_threads);
+        for (int32_t i = 0; i < op->n; i++) {
+            order[i] = op->entries[i].expert;
+        }
+    }
+    pthread_mutex_unlock(&stream->lock);
+    return op;
+}
+
+static const void *wait_for(struct operation *op, struct entry *entry) {
+    struct fm_stream *stream = op->stream;
+    const uint64_t begun = now_ns();
+    struct load *load;
+    pthread_mutex_lock(&stream->lock);
+    stream->n_waiting++;
+    while ((load = atomic_load_explicit(&entry->load, memory_order_acquire)) == NULL ||
+           atomic_load_explicit(&load->state, memory_order_acquire) == LOAD_LOADING) {
+        pthread_cond_wait(&stream->landed, &stream->lock);
+    }
+    stream->n_waiting--;
+    stream->stats.waits++;
+    stream->stats.wait_ns += (now_ns() - begun) / (uint64_t)op->n_threads;
+    pthread_mutex_unlock(&stream->lock);
+    return atomic_load_explicit(&load->state, memory_order_acquire) == LOAD_READY ? load->data : stream->zeros;
+}
+
+const void *fm_operation_acquire(void *operation, int32_t i) {
+    struct operation *op = operation;
+    struct entry *entry = &op->entries[i];
+    if (op->group == NULL) {
+        return op->stream->zeros;
+    }
+    const struct load *load = atomic_load_explicit(&entry->load, memory_order_acquire);
+    if (load != NULL) {
+        const int state = atomic_load_explicit(&load->state, memory_order_acquire);
+        if (state == LOAD_READY) {
+            return load->data;
+        }
+        if (state == LOAD_FAILED) {
+            return op->stream->zeros;
+        }
+    }
+    return wait_for(op, entry);
+}
+
+static void finish(struct operation *op) {
+    struct fm_stream *stream = op->stream;
+    for (int32_t i = 0; i < op->n; i++) {
+        if (op->entries[i].slot >= 0) {
+            op->group->slots[op->entries[i].slot].pins--;
+        }
+    }
+    struct operation **link = &stream->active;
+    while (*link != op) {
+        link = &(*link)->next;
+    }
+    *link = op->next;
+    op->next = stream->idle;
+    stream->idle = op;
+}
+
+void fm_operation_release(void *operation, int32_t i) {
+    struct operation *op = operation;
+    struct fm_stream *stream = op->stream;
+    struct entry *entry = &op->entries[i];
+    /* the last thread to leave a ring buffer hands it on */
+    const bool last = atomic_fetch_sub(&entry->left, 1) == 1;
+    struct load *load = last && entry->slot < 0 ? atomic_load(&entry->load) : NULL;
+    if (load != NULL) {
+        pthread_mutex_lock(&stream->lock);
+        fm_ring_return(stream, load->ring);
+        pthread_mutex_unlock(&stream->lock);
+    }
+    if (atomic_fetch_sub(&op->left, 1) == 1) {
+        pthread_mutex_lock(&stream->lock);
+        finish(op);
+        pthread_mutex_unlock(&stream->lock);
+    }
+}

@@ -1,0 +1,329 @@
+/* stream.c: the life of an fm_stream: described, opened, started, asked, freed. */
+
+#include "stream.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static size_t align_up(size_t n) {
+    return (n + FM_IO_ALIGN - 1) & ~(size_t)(FM_IO_ALIGN - 1);
+}
+
+fm_stream *fm_stream_new(const struct fm_options *options) {
+    if (options->n_ring < 2 || options->request_bytes == 0 || options->request_bytes % FM_IO_ALIGN != 0 ||
+        options->io_mode < FM_IO_AUTO || options->io_mode > FM_IO_BUFFERED) {
+        fm_fail(FM_BAD_ARGUMENT, "bad options: %d ring buffers, requests of %u bytes, I/O mode %d", options->n_ring,
+                options->request_bytes, options->io_mode);
+        return NULL;
+    }
+    struct fm_stream *stream = calloc(1, sizeof *stream);
+    if (stream == NULL) {
+        fm_fail(FM_NO_MEMORY, "out of memory");
+        return NULL;
+    }
+    stream->options = *options;
+    pthread_mutex_init(&stream->lock, NULL);
+    pthread_cond_init(&stream->landed, NULL);
+    stream->io = fm_io_new(options->io_mode, options->n_workers, fm_load_ended);
+    if (stream->io == NULL) {
+        fm_stream_free(stream);
+        return NULL;
+    }
+    return stream;
+}
+
+static bool is_described(const struct fm_stream *stream) {
+    return stream->ring == NULL;
+}
+
+int32_t fm_stream_add_file(fm_stream *stream, const char *path) {
+    if (!is_described(stream)) {
+        fm_fail(FM_BAD_STATE, "the stream is open already");
+        return -1;
+    }
+    return fm_io_open(stream->io, path);
+}
+
+int32_t fm_stream_add_group(fm_stream *stream, int32_t layer, int32_t family, int32_t n_expert) {
+    if (!is_described(stream) || n_expert <= 0) {
+        fm_fail(FM_BAD_ARGUMENT, "bad group of %d experts in layer %d", n_expert, layer);
+        return -1;
+    }
+    struct group *groups = realloc(stream->groups, ((size_t)stream->n_groups + 1) * sizeof *groups);
+    if (groups == NULL) {
+        fm_fail(FM_NO_MEMORY, "out of memory");
+        return -1;
+    }
+    stream->groups = groups;
+    struct group *group = &groups[stream->n_groups];
+    *group = (struct group){.layer = layer, .family = family, .n_expert = n_expert, .lead = -1, .last_part = -1};
+    for (int32_t p = 0; p < FM_MAX_PARTS; p++) {
+        group->next_part[p] = -1;
+    }
+    if (n_expert > stream->max_expert) {
+        stream->max_expert = n_expert;
+    }
+    return stream->n_groups++;
+}
+
+int32_t fm_stream_add_part(fm_stream *stream, int32_t index, const char *tensor, int32_t file, uint64_t offset,
+                           uint64_t expert_bytes) {
+    struct fm_io_counters files;
+    fm_io_count(stream->io, &files);
+    if (!is_described(stream) || index < 0 || index >= stream->n_groups ||
+        stream->groups[index].n_parts >= FM_MAX_PARTS || file < 0 || file >= files.files_direct + files.files_buffered ||
+        expert_bytes == 0 || strlen(tensor) >= sizeof stream->groups[index].parts[0].tensor) {
+        fm_fail(FM_BAD_ARGUMENT, "bad part %s", tensor);
+        return -1;
+    }
+    struct group *group = &stream->groups[index];
+    const uint64_t size = fm_io_file_size(stream->io, file);
+    if (offset > size || expert_bytes > (size - offset) / (uint64_t)group->n_expert) {
+        fm_fail(FM_BAD_ARGUMENT, "%s lies outside its file", tensor);
+        return -1;
+    }
+    struct part *part = &group->parts[group->n_parts];
+    part->file = file;
+    part->offset = offset;
+    part->expert_bytes = expert_bytes;
+    strcpy(part->tensor, tensor);
+    /* the expert may begin anywhere inside its first block */
+    part->region_bytes = align_up((size_t)expert_bytes + FM_IO_ALIGN - 1);
+    if (offset % FM_IO_ALIGN == 0 && expert_bytes % FM_IO_ALIGN == 0) {
+        part->region_bytes = (size_t)expert_bytes;
+    }
+    part->region_offset = group->slot_bytes;
+    group->slot_bytes += part->region_bytes;
+    if (part->region_bytes > stream->max_region_bytes) {
+        stream->max_region_bytes = part->region_bytes;
+    }
+    return group->n_parts++;
+}
+
+uint64_t fm_stream_slot_bytes(const fm_stream *stream, int32_t group) {
+    return group >= 0 && group < stream->n_groups ? stream->groups[group].slot_bytes : 0;
+}
+
+uint64_t fm_stream_ring_bytes(const fm_stream *stream) {
+    return (uint64_t)stream->max_region_bytes * (uint64_t)stream->options.n_ring;
+}
+
+static void init_load(struct fm_stream *stream, struct load *load, uint8_t *region, struct ring_buffer *ring) {
+    *load = (struct load){.stream = stream, .region = region, .ring = ring, .expert = -1};
+}
+
+static bool open_group(struct group *group) {
+    group->slot_of = malloc((size_t)group->n_expert * sizeof *group->slot_of);
+    group->may_leave = malloc((size_t)group->n_expert);
+    group->seen = calloc((size_t)group->n_expert, sizeof *group->seen);
+    if (group->slot_of == NULL || group->may_leave == NULL || group->seen == NULL) {
+        return false;
+    }
+    for (int32_t e = 0; e < group->n_expert; e++) {
+        group->slot_of[e] = -1;
+    }
+    return true;
+}
+
+int32_t fm_stream_open(fm_stream *stream) {
+    if (!is_described(stream) || stream->n_groups == 0 || stream->max_region_bytes == 0) {
+        return fm_fail(FM_BAD_STATE, "nothing to stream, or open already");
+    }
+    for (int32_t g = 0; g < stream->n_groups; g++) {
+        if (!open_group(&stream->groups[g])) {
+            return fm_fail(FM_NO_MEMORY, "out of memory");
+        }
+    }
+    stream->ring_memory_bytes = (size_t)fm_stream_ring_bytes(stream);
+    stream->ring_memory = fm_memory_new(stream->ring_memory_bytes);
+    stream->zeros = fm_memory_new_zeros(stream->max_region_bytes);
+    struct ring_buffer *ring = calloc((size_t)stream->options.n_ring, sizeof *ring);
+    if (stream->ring_memory == NULL || stream->zeros == NULL || ring == NULL) {
+        free(ring);
+        return fm_fail(FM_NO_MEMORY, "no memory for a ring of %zu bytes", stream->ring_memory_bytes);
+    }
+    stream->stats.ring_bytes = stream->ring_memory_bytes;
+    for (int32_t i = 0; i < stream->options.n_ring; i++) {
+        init_load(stream, &ring[i].load, stream->ring_memory + (size_t)i * stream->max_region_bytes, &ring[i]);
+        ring[i].next = stream->ring_free;
+        stream->ring_free = &ring[i];
+    }
+    stream->ring = ring;
+    return FM_OK;
+}
+
+static int32_t new_slots(struct fm_stream *stream, struct group *group, int32_t n, uint8_t *memory) {
+    group->slots = calloc((size_t)n, sizeof *group->slots);
+    if (group->slots == NULL) {
+        return fm_fail(FM_NO_MEMORY, "out of memory");
+    }
+    for (int32_t s = 0; s < n; s++) {
+        struct slot *slot = &group->slots[s];
+        slot->expert = -1;
+        for (int32_t p = 0; p < group->n_parts; p++) {
+            init_load(stream, &slot->loads[p], memory + (size_t)s * group->slot_bytes + group->parts[p].region_offset, NULL);
+        }
+    }
+    group->n_slots = n;
+    return FM_OK;
+}
+
+static struct fm_policy *new_policy(struct fm_stream *stream) {
+    int32_t *n_expert = malloc((size_t)stream->n_groups * sizeof *n_expert);
+    if (n_expert == NULL) {
+        return NULL;
+    }
+    for (int32_t g = 0; g < stream->n_groups; g++) {
+        n_expert[g] = stream->groups[g].n_expert;
+    }
+    struct fm_policy *policy = stream->policy_type->create(stream->n_groups, n_expert);
+    free(n_expert);
+    return policy;
+}
+
+int32_t fm_stream_start(fm_stream *stream, const int32_t *n_slots, const char *policy) {
+    if (stream->ring == NULL || stream->policy != NULL) {
+        return fm_fail(FM_BAD_STATE, "the stream is not open, or started already");
+    }
+    stream->policy_type = fm_policy_find(policy);
+    if (stream->policy_type == NULL) {
+        return fm_fail(FM_BAD_ARGUMENT, "there is no eviction policy '%s'", policy);
+    }
+    size_t bytes = 0;
+    for (int32_t g = 0; g < stream->n_groups; g++) {
+        if (n_slots[g] < 0 || n_slots[g] > stream->groups[g].n_expert) {
+            return fm_fail(FM_BAD_ARGUMENT, "%d slots for %d experts", n_slots[g], stream->groups[g].n_expert);
+        }
+        bytes += (size_t)n_slots[g] * stream->groups[g].slot_bytes;
+    }
+    stream->policy = new_policy(stream);
+    if (stream->policy == NULL) {
+        return fm_fail(FM_NO_MEMORY, "out of memory for policy %s", policy);
+    }
+    if (bytes == 0) {
+        return FM_OK;
+    }
+    stream->slot_memory = fm_memory_new(bytes);
+    if (stream->slot_memory == NULL) {
+        return FM_NO_MEMORY;
+    }
+    stream->slot_memory_bytes = stream->stats.slot_bytes = bytes;
+    uint8_t *memory = stream->slot_memory;
+    for (int32_t g = 0; g < stream->n_groups; g++) {
+        struct group *group = &stream->groups[g];
+        if (n_slots[g] > 0 && new_slots(stream, group, n_slots[g], memory) != FM_OK) {
+            return FM_NO_MEMORY;
+        }
+        memory += (size_t)n_slots[g] * group->slot_bytes;
+    }
+    return FM_OK;
+}
+
+void fm_stream_stats(fm_stream *stream, struct fm_stats *stats) {
+    struct fm_io_counters io;
+    pthread_mutex_lock(&stream->lock);
+    *stats = stream->stats;
+    pthread_mutex_unlock(&stream->lock);
+    fm_io_count(stream->io, &io);
+    stats->read_bytes = io.bytes;
+    stats->reads = io.reads;
+    stats->files_direct = io.files_direct;
+    stats->files_buffered = io.files_buffered;
+}
+
+int32_t fm_stream_group_stats(fm_stream *stream, int32_t index, struct fm_group_stats *stats) {
+    if (index < 0 || index >= stream->n_groups) {
+        return fm_fail(FM_BAD_ARGUMENT, "there is no group %d", index);
+    }
+    pthread_mutex_lock(&stream->lock);
+    const struct group *group = &stream->groups[index];
+    *stats = (struct fm_group_stats){
+        .layer = group->layer,
+        .family = group->family,
+        .n_expert = group->n_expert,
+        .n_slots = group->n_slots,
+        .n_resident = group->n_resident,
+        .n_bound = group->n_bound,
+        .lookups = group->lookups,
+        .hits = group->hits,
+        .evicted = group->evicted,
+    };
+    pthread_mutex_unlock(&stream->lock);
+    return FM_OK;
+}
+
+int32_t fm_stream_take_error(fm_stream *stream, struct fm_error *error) {
+    pthread_mutex_lock(&stream->lock);
+    const int32_t had = stream->error.count > 0;
+    *error = stream->error;
+    stream->error = (struct fm_error){0};
+    pthread_mutex_unlock(&stream->lock);
+    return had;
+}
+
+int32_t fm_stream_verify(fm_stream *stream) {
+    pthread_mutex_lock(&stream->lock);
+    uint64_t resident = 0;
+    int32_t bad = -1;
+    for (int32_t g = 0; g < stream->n_groups && bad < 0; g++) {
+        resident += (uint64_t)stream->groups[g].n_resident * stream->groups[g].slot_bytes;
+        if (stream->ring != NULL && !fm_slots_verify(stream, g)) {
+            bad = g;
+        }
+    }
+    const bool ring = fm_ring_verify(stream);
+    const bool bytes = resident == stream->stats.resident_bytes || bad >= 0;
+    pthread_mutex_unlock(&stream->lock);
+    if (bad >= 0) {
+        return fm_fail(FM_BAD_STATE, "slots of group %d are inconsistent", bad);
+    }
+    if (!ring || !bytes) {
+        return fm_fail(FM_BAD_STATE, "%s is inconsistent", ring ? "the count of resident bytes" : "the ring");
+    }
+    return FM_OK;
+}
+
+void fm_stream_free(fm_stream *stream) {
+    if (stream == NULL) {
+        return;
+    }
+    fm_io_free(stream->io); /* no load ends after this */
+    for (int32_t g = 0; g < stream->n_groups; g++) {
+        struct group *group = &stream->groups[g];
+        free(group->slots);
+        free(group->slot_of);
+        free(group->may_leave);
+        free(group->seen);
+    }
+    free(stream->groups);
+    if (stream->policy != NULL) {
+        stream->policy_type->destroy(stream->policy);
+    }
+    for (struct operation *op = stream->idle, *next; op != NULL; op = next) {
+        next = op->next;
+        free(op);
+    }
+    fm_memory_free(stream->slot_memory, stream->slot_memory_bytes);
+    fm_memory_free(stream->ring_memory, stream->ring_memory_bytes);
+    fm_memory_free(stream->zeros, stream->max_region_bytes);
+    free(stream->ring);
+    pthread_cond_destroy(&stream->landed);
+    pthread_mutex_destroy(&stream->lock);
+    free(stream);
+}
+
+void fm_fault_set(fm_stream *stream, const struct fm_fault *fault) {
+    fm_io_set_fault(stream->io, fault);
+}
+
+void fm_fault_release(fm_stream *stream) {
+    fm_io_release_held(stream->io);
+}
+
+int32_t fm_fault_held(fm_stream *stream) {
+    return fm_io_held(stream->io);
+}
+
+int32_t fm_pump(fm_stream *stream, int32_t index) {
+    return fm_io_pump(stream->io, index);
+}

@@ -1,0 +1,158 @@
+/* stream.h: the state behind one fm_stream, shared by load.c, slots.c, ring.c, operation.c and stream.c.
+ *
+ * One lock per stream guards all of it except what says atomic. It is held for bookkeeping only,
+ * never while reading or computing. The pool's lock is taken inside it, never around it. */
+#pragma once
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "api.h"
+#include "io.h"
+#include "policy.h"
+
+enum { FM_MAX_PARTS = 4 };
+
+enum load_state { LOAD_EMPTY, LOAD_LOADING, LOAD_READY, LOAD_FAILED };
+
+/* The bytes of one part of one expert on their way into memory. */
+struct load {
+    atomic_int state; /* written under the lock */
+    int32_t pending;  /* requests that have not ended */
+    int32_t error;    /* the first that went wrong: an errno or FM_IO_SHORT */
+    int32_t group;
+    int32_t part;
+    int32_t expert;
+    uint64_t sequence; /* order of submission, which is about the order of arrival */
+    uint8_t *region;
+    const uint8_t *data; /* inside region: files are read at block boundaries */
+    struct fm_stream *stream;
+    struct ring_buffer *ring; /* NULL: belongs to a slot */
+};
+
+struct part {
+    char tensor[128];
+    int32_t file;
+    uint64_t offset;
+    uint64_t expert_bytes;
+    size_t region_offset; /* in the slot */
+    size_t region_bytes;
+};
+
+struct slot {
+    int32_t expert; /* -1: empty */
+    int32_t pins;   /* operations that use it */
+    struct load loads[FM_MAX_PARTS];
+};
+
+struct group {
+    int32_t layer;
+    int32_t family;
+    int32_t n_expert;
+    int32_t n_parts;
+    int32_t n_bound; /* parts that a loaded model uses */
+    struct part parts[FM_MAX_PARTS];
+    size_t slot_bytes;
+
+    int32_t n_slots;
+    int32_t n_resident;
+    struct slot *slots;  /* [n_slots] */
+    int32_t *slot_of;    /* [n_expert]; -1: not resident */
+    uint8_t *may_leave;  /* [n_expert] scratch for the policy */
+    int64_t *seen;       /* [n_expert] scratch: last token that was counted */
+    int64_t seen_token;
+
+    int32_t lead;                    /* the part that is used first in a pass; -1 until seen */
+    int32_t last_part;               /* used last */
+    int32_t next_part[FM_MAX_PARTS]; /* what followed each part the last time; -1: nothing */
+    uint64_t lookups;
+    uint64_t hits;
+    uint64_t evicted;
+};
+
+struct ring_buffer {
+    struct load load;
+    struct operation *owner;  /* NULL: free, ahead or draining */
+    bool ahead;               /* read for an operation that has not begun */
+    bool draining;            /* dropped while being read */
+    struct ring_buffer *next; /* free list, or list of ahead buffers in order */
+};
+
+struct entry {
+    _Atomic(struct load *) load; /* NULL: no ring buffer yet */
+    int32_t expert;
+    int32_t slot;    /* -1: through the ring */
+    atomic_int left; /* threads that have not released it */
+};
+
+struct operation {
+    struct fm_stream *stream;
+    struct group *group; /* NULL: unknown tensor, zeros only */
+    int32_t part;
+    int32_t n_threads;
+    int32_t n;          /* entries; those in slots come first */
+    int32_t next_ring;  /* the first entry that waits for a ring buffer */
+    int32_t next_ahead; /* the first ring entry whose next part is not read ahead */
+    int32_t n_held;     /* ring buffers */
+    atomic_int left;    /* releases to come */
+    struct operation *next;
+    struct entry entries[];
+};
+
+struct fm_stream {
+    struct fm_options options;
+    struct fm_io *io;
+    struct group *groups;
+    int32_t n_groups;
+    int32_t max_expert;
+    size_t max_region_bytes;
+
+    pthread_mutex_t lock;
+    pthread_cond_t landed; /* a load has ended or a ring buffer was assigned */
+    int32_t n_waiting;
+    uint64_t sequence;
+
+    const struct fm_policy_type *policy_type;
+    struct fm_policy *policy;
+
+    uint8_t *slot_memory;
+    size_t slot_memory_bytes;
+    uint8_t *ring_memory;
+    size_t ring_memory_bytes;
+    uint8_t *zeros; /* max_region_bytes */
+    struct ring_buffer *ring;
+    struct ring_buffer *ring_free;
+    struct ring_buffer *ring_ahead; /* oldest first */
+
+    struct operation *active;
+    struct operation *idle;
+
+    struct fm_error error;
+    struct fm_stats stats;
+};
+
+/* memory.c: anonymous memory on huge pages where offered; NULL with a message. */
+uint8_t *fm_memory_new(size_t bytes);
+uint8_t *fm_memory_new_zeros(size_t bytes);
+void fm_memory_free(uint8_t *memory, size_t bytes);
+
+/* load.c. All with the lock held. */
+void fm_load_start(struct load *load, int32_t group, int32_t part, int32_t expert, enum fm_priority priority);
+void fm_load_ended(void *owner, int error); /* from a worker, without the lock */
+void fm_load_wake(struct fm_stream *stream);
+void fm_load_latch(struct fm_stream *stream, const struct load *load, enum fm_status status, int error);
+
+/* slots.c. All with the lock held. */
+void fm_slots_route(struct fm_stream *stream, int32_t group, const struct fm_routing *routing);
+/* A slot for an expert that is not resident, or -1: every slot is in use or loading. */
+int32_t fm_slots_insert(struct fm_stream *stream, int32_t group, int32_t expert, bool may_evict);
+bool fm_slots_verify(struct fm_stream *stream, int32_t group);
+
+/* ring.c. All with the lock held. */
+void fm_ring_claim(struct fm_stream *stream, struct operation *operation);
+void fm_ring_return(struct fm_stream *stream, struct ring_buffer *buffer);
+void fm_ring_fill(struct fm_stream *stream);
+bool fm_ring_verify(struct fm_stream *stream);

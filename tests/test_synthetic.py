@@ -1,0 +1,221 @@
+"""Replay models decode their trace, and the pieces they are made of hold."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize
+
+from flashmoe_gguf.bench.q4k import random_q4_k
+from flashmoe_gguf.bench.replay_weights import MAX_TOKENS, ReplayModel
+from flashmoe_gguf.bench.synthetic import SHAPES, build_replay_model, replay_text, synthetic_trace
+from flashmoe_gguf.errors import FlashMoEError, OptionError
+from tiny_models.child import decode, stock_libraries, tokenize
+
+N_TOKENS, N_LAYER, N_EXPERT, TOP_K = 96, 3, 8, 2
+SIZES: dict[str, Any] = {
+    "n_expert": N_EXPERT,
+    "width": 256,
+    "expert_width": 256,
+    "n_head": 4,
+    "n_head_kv": 2,
+    "n_ctx": 2048,
+}
+READ_ONLY = N_LAYER * N_EXPERT + 128
+
+
+class Replay(NamedTuple):
+    path: Path
+    trace: npt.NDArray[np.uint16]
+
+
+@pytest.fixture(scope="module")
+def stock() -> Path:
+    folder = stock_libraries()
+    if folder is None:
+        pytest.skip("the stock llama.cpp libraries are not built")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def replay(tmp_path_factory: pytest.TempPathFactory) -> Replay:
+    trace = synthetic_trace(N_TOKENS, N_LAYER, N_EXPERT, TOP_K, seed=3)
+    path = tmp_path_factory.mktemp("replay") / "replay.gguf"
+    return Replay(build_replay_model(path, trace, **SIZES), trace)
+
+
+def test_greedy_decoding_replays_the_trace(replay: Replay, stock: Path) -> None:
+    n_prompt = 32
+    n_more = N_TOKENS - n_prompt
+    run = decode(stock, [(replay.path, range(n_prompt), n_prompt)], greedy=n_more)[0]
+    end_of_text = N_TOKENS
+    assert run.logits.argmax(axis=1).tolist() == [*range(n_prompt, N_TOKENS), end_of_text]
+    best_two = np.sort(run.logits, axis=1)[:, -2:]
+    assert (best_two[:, 1] - best_two[:, 0]).min() > 20
+    for layer in range(N_LAYER):
+        # In the last layer llama.cpp computes only the prompt token whose logits are asked for.
+        first = n_prompt - 1 if layer == N_LAYER - 1 else 0
+        chosen = run.experts[str(layer)][:, :TOP_K]
+        assert np.array_equal(chosen, replay.trace[first:, layer])
+
+
+def test_text_prompt_is_the_trace_tokens(replay: Replay, stock: Path) -> None:
+    assert tokenize(stock, replay.path, replay_text(10, 64)) == list(range(10, 74))
+    latin = tokenize(stock, replay.path, "a\n")
+    assert latin == [N_TOKENS + 3 + ord("a"), N_TOKENS + 3 + ord("\n")]
+
+
+def test_a_wrong_expert_changes_the_logits(replay: Replay, stock: Path, tmp_path: Path) -> None:
+    tokens, layer = [5, 6], 1
+    wrong = tmp_path / "wrong.gguf"
+    shutil.copy(replay.path, wrong)
+    used, unused = int(replay.trace[5, layer, 0]), 0
+    while unused in replay.trace[5:7, layer]:
+        unused += 1
+    tensor = next(
+        t for t in GGUFReader(replay.path).tensors if t.name == f"blk.{layer}.ffn_up_exps.weight"
+    )
+    data = np.memmap(wrong, np.uint8, "r+", tensor.data_offset, tensor.data.shape)
+    data[used] = tensor.data[unused]
+    data.flush()
+    right, other = decode(stock, [(replay.path, tokens, 1), (wrong, tokens, 1)])
+    assert (right.logits[0] != other.logits[0]).mean() > 0.9
+
+
+def test_experts_differ_and_write_nothing_to_the_routing(replay: Replay) -> None:
+    seen = set()
+    for tensor in GGUFReader(replay.path).tensors:
+        if "exps" in tensor.name:
+            seen |= {expert.tobytes() for expert in tensor.data}
+        if "ffn_down_exps" in tensor.name or "attn_output" in tensor.name:
+            weights = dequantize(tensor.data, tensor.tensor_type)
+            assert not weights[..., :READ_ONLY, :].any()
+            assert weights[..., READ_ONLY:, :].any(axis=-1).all()
+    assert len(seen) == 3 * N_LAYER * N_EXPERT
+
+
+def test_same_arguments_same_bytes(replay: Replay, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    again = build_replay_model(
+        tmp_path / "again.gguf",
+        replay.trace,
+        progress=lambda done, total: seen.append((done, total)),
+        **SIZES,
+    )
+    assert again.read_bytes() == replay.path.read_bytes()
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
+    other = build_replay_model(tmp_path / "other.gguf", replay.trace, seed=1, **SIZES)
+    assert other.read_bytes() != again.read_bytes()
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["again.gguf", "other.gguf"]
+
+
+def test_nothing_is_left_behind_on_failure(replay: Replay, tmp_path: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_replay_model(tmp_path / "r.gguf", replay.trace, progress=stop, **SIZES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_refused_first(
+    replay: Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage(NamedTuple):
+        free: int = 1_000_000
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: Usage())
+    with pytest.raises(FlashMoEError, match=r"needs 0\.07 GB .* has 0\.00") as caught:
+        build_replay_model(tmp_path / "r.gguf", replay.trace, **SIZES)
+    assert caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+GOOD = np.tile(np.arange(2, dtype=np.uint8), (4, 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("experts", "sizes", "words"),
+    [
+        (GOOD[0], {}, "whole numbers"),
+        (GOOD[:0], {}, "whole numbers"),
+        (GOOD.astype(float), {}, "whole numbers"),
+        (GOOD + 7, {}, "expert 8 of only 8"),
+        (GOOD * 0, {}, "repeats an expert"),
+        (np.tile(GOOD, (1, 3, 1)), {}, "9 layers of 8 experts need width 264, not 256"),
+        (np.tile(GOOD, (MAX_TOKENS // 4 + 1, 1, 1)), {}, "more than the"),
+        (GOOD, {"expert_width": 96}, "not multiples of 256"),
+        (GOOD, {"n_head": 3}, "3 heads"),
+    ],
+)
+def test_impossible_replays_are_refused(
+    experts: npt.NDArray[Any], sizes: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match=words):
+        build_replay_model(tmp_path / "r.gguf", experts, **{**SIZES, **sizes})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("gpt-oss-20b", 4.2), ("olmoe", 3.8)])
+def test_shapes_can_be_built(name: str, gigabytes: float) -> None:
+    s = SHAPES[name]
+    trace = synthetic_trace(100, s.n_layer, s.n_expert, s.top_k)
+    model = ReplayModel(trace, s.n_expert, s.width, s.expert_width, s.n_head, s.n_head_kv, 0)
+    model.check()
+    assert sum(t.n_bytes for t in model.tensors()) / 1e9 == pytest.approx(gigabytes, abs=0.15)
+
+
+def test_text_of_tokens_beyond_the_first_range() -> None:
+    text = replay_text(20_990, 4)
+    assert [ord(c) for c in text] == [0x9FFE, 0x9FFF, 0x20000, 0x20001]
+    assert len(set(replay_text(0, MAX_TOKENS))) == MAX_TOKENS
+
+
+def test_q4_k_blocks_have_the_spread_asked_for() -> None:
+    data = random_q4_k(64, 512, 0.02, np.random.SFC64(1), zero_rows=10)
+    weights = dequantize(data, GGMLQuantizationType.Q4_K)
+    assert weights.shape == (64, 512)
+    assert not weights[:10].any()
+    assert weights[10:].std() == pytest.approx(0.02, rel=0.05)
+    assert abs(weights.mean()) < 0.001
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.3, 0.8, 1.0])
+def test_synthetic_trace_overlap(overlap: float) -> None:
+    trace = synthetic_trace(400, 4, 32, 4, overlap=overlap, seed=2)
+    assert trace.shape == (400, 4, 4) and trace.dtype == np.uint16
+    assert (np.diff(np.sort(trace.astype(int), axis=2), axis=2) > 0).all()
+    shared = (trace[1:, :, :, None] == trace[:-1, :, None, :]).any(axis=3).mean()
+    assert shared == pytest.approx(overlap, abs=0.02)
+
+
+def test_synthetic_trace_skew() -> None:
+    def share_of_top_quarter(skew: float) -> float:
+        trace = synthetic_trace(500, 1, 32, 4, overlap=0.2, skew=skew, seed=5)
+        counts = np.sort(np.bincount(trace.ravel(), minlength=32))[::-1]
+        return float(counts[:8].sum() / counts.sum())
+
+    assert share_of_top_quarter(0.0) < 0.35 < 0.5 < share_of_top_quarter(1.2)
+
+
+def test_synthetic_trace_is_seeded() -> None:
+    first = synthetic_trace(20, 2, 8, 2, seed=1)
+    assert np.array_equal(first, synthetic_trace(20, 2, 8, 2, seed=1))
+    assert not np.array_equal(first, synthetic_trace(20, 2, 8, 2, seed=2))
+    # With fewer experts than twice top-k some of the dropped ones must come back.
+    assert synthetic_trace(20, 2, 3, 2, overlap=0.0).shape == (20, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overlap"), [((0, 1, 8, 2), 0.5), ((9, 1, 2, 3), 0.5), ((9, 1, 8, 2), 1.5)]
+)
+def test_synthetic_trace_refuses(sizes: tuple[int, int, int, int], overlap: float) -> None:
+    with pytest.raises(OptionError):
+        synthetic_trace(*sizes, overlap=overlap)
