@@ -120,18 +120,19 @@ def make_plan(ram_bytes: int, fixed: Fixed, groups: Sequence[GroupCost]) -> Plan
     check_floor(ram_bytes, fixed)
     rest = ram_bytes - fixed.total
     most = max((g.n_expert for g in groups), default=0)
-    slots = [0] * len(groups)
-    for step in range(most, 0, -1):
-        slots = [g.n_expert * step // most for g in groups]
+    for step in range(most, -1, -1):
+        slots = [g.n_expert * step // most for g in groups] if most else [0] * len(groups)
         if _cost(groups, slots) <= rest:
             break
-    else:
-        slots = [0] * len(groups)
     rest -= _cost(groups, slots)
-    for i, group in enumerate(groups):
-        if slots[i] < group.n_expert and group.slot_bytes <= rest:
-            slots[i] += 1
-            rest -= group.slot_bytes
+    added = True
+    while added:
+        added = False
+        for i, group in enumerate(groups):
+            if slots[i] < group.n_expert and group.slot_bytes <= rest:
+                slots[i] += 1
+                rest -= group.slot_bytes
+                added = True
     return Plan(
         ram_bytes,
         fixed,

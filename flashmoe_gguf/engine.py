@@ -1,0 +1,276 @@
+"""What making an answer needs of a model: one adapter over `llama_cpp.Llama`, ours or the stock one.
+
+It hides what llama_cpp leaves to its callers: token pieces of any length, a decode that can be
+interrupted, a count of the tokens that were really computed, and llama.cpp's bare error codes.
+Nothing here chooses the libraries: `llama_cpp` was imported when the model was made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from flashmoe_gguf.errors import FlashMoEError, OptionError
+
+if TYPE_CHECKING:
+    from flashmoe_gguf.streaming import Stats
+
+Message = Mapping[str, str]
+
+# What llama.cpp uses for models that bring no template of their own.
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
+    "message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_RANDOM_SEED = 0xFFFFFFFF  # llama.h: LLAMA_DEFAULT_SEED
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; the defaults are llama.cpp's. `seed` None: another one each time.
+
+    `temperature` 0 is greedy. `grammar` is GBNF text whose rule `root` the answer follows.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    seed: int | None = None
+    grammar: str | None = None
+
+
+class Engine(Protocol):
+    """What completions and chats are written against; tests script one."""
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that the context holds."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens decoded since the model was loaded."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens of a text, markers such as <|im_end|> recognised, none added."""
+
+    def tokenize_prompt(self, text: str) -> list[int]:
+        """The same with the start token, where the model wants one."""
+
+    def piece(self, token: int) -> bytes:
+        """A token's text, which may be part of a character; nothing for markers."""
+
+    def is_end(self, token: int) -> bool:
+        """Whether the token ends an answer."""
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """A conversation as the model's template writes it, up to where the answer begins."""
+
+    def generate(
+        self, tokens: Sequence[int], sampling: Sampling, stopped: Callable[[], bool]
+    ) -> Generator[int, None, None]:
+        """Tokens that follow `tokens`, without end; ends early when `stopped()` says so."""
+
+    def interruptible(self, wanted: bool) -> None:
+        """Whether `stopped` is also asked inside a decode."""
+
+    def progress(self) -> tuple[float, int] | None:
+        """(done, all) of the tokens that are being computed; None when none are."""
+
+    def stats(self) -> Stats | None:
+        """The cache's counters; None without a cache."""
+
+
+class LlamaEngine:
+    """An `Engine` over a loaded `llama_cpp.Llama`, which stays the caller's to close.
+
+    `generate` raises OptionError for a grammar that does not parse, ExpertReadError as the model
+    does, and FlashMoEError where llama.cpp cannot compute; the model can be used again after each.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        import llama_cpp
+
+        self._lib: Any = llama_cpp
+        self._llm = llm
+        self._vocab = llama_cpp.llama_model_get_vocab(llm.model)
+        self._buffer = ctypes.create_string_buffer(64)
+        self._computed = 0
+        self._running: tuple[int, int] | None = None
+        self._stopped: Callable[[], bool] = _never
+        self._interrupt: KeyboardInterrupt | None = None
+        self._abort = llama_cpp.ggml_abort_callback(self._on_abort)
+        self._no_abort = llama_cpp.ggml_abort_callback()
+        self._formatter: Any = None
+
+    @property
+    def n_ctx(self) -> int:
+        # llama.cpp rounds the context up, llama_cpp's arrays are as long as was asked for
+        return min(int(self._llm.n_ctx()), len(self._llm.input_ids))
+
+    @property
+    def computed_tokens(self) -> int:
+        return self._computed
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model brings a chat template; without one it is chatted with in ChatML."""
+        return "tokenizer.chat_template" in self._llm.metadata
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._llm.tokenize(text.encode(), add_bos=False, special=True))
+
+    def tokenize_prompt(self, text: str) -> list[int]:
+        return list(self._llm.tokenize(text.encode(), add_bos=True, special=True))
+
+    def piece(self, token: int) -> bytes:
+        # llama_cpp's detokenize has room for 32 bytes only
+        size = self._lib.llama_token_to_piece(
+            self._vocab, token, self._buffer, len(self._buffer), 0, False
+        )
+        if size < 0:
+            self._buffer = ctypes.create_string_buffer(-size)
+            size = self._lib.llama_token_to_piece(
+                self._vocab, token, self._buffer, len(self._buffer), 0, False
+            )
+        return self._buffer.raw[:size]
+
+    def is_end(self, token: int) -> bool:
+        return bool(self._lib.llama_vocab_is_eog(self._vocab, token))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        try:
+            if self._formatter is None:
+                self._formatter = self._make_formatter()
+            return str(self._formatter(messages=list(messages)).prompt)
+        except Exception as error:  # a template is a program of the model's maker
+            raise OptionError(
+                f"the model's chat template refuses this conversation: {_one_line(error)}",
+                "some models take no --system; `flashmoe run` needs no template",
+            ) from error
+
+    def _make_formatter(self) -> Any:
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+        def text(token: int) -> str:
+            if token == -1:
+                return ""
+            return str(self._lib.llama_vocab_get_text(self._vocab, token).decode())
+
+        return Jinja2ChatFormatter(
+            template=self._llm.metadata.get("tokenizer.chat_template", CHATML),
+            bos_token=text(self._llm.token_bos()),
+            eos_token=text(self._llm.token_eos()),
+        )
+
+    def generate(
+        self, tokens: Sequence[int], sampling: Sampling, stopped: Callable[[], bool]
+    ) -> Generator[int, None, None]:
+        llm = self._llm
+        llm.set_seed(_RANDOM_SEED if sampling.seed is None else sampling.seed & _RANDOM_SEED)
+        grammar = None if sampling.grammar is None else self._grammar(sampling.grammar)
+        compute = llm.eval
+
+        def counted(batch: Sequence[int]) -> None:
+            self._running = (llm.n_tokens, len(batch))
+            compute(batch)
+            self._running = None
+            self._computed += len(batch)
+
+        self._stopped, self._interrupt = stopped, None
+        llm.eval = counted
+        try:
+            yield from llm.generate(
+                tokens,
+                temp=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                repeat_penalty=sampling.repeat_penalty,
+                grammar=grammar,
+            )
+        except RuntimeError as error:  # what llama_cpp makes of llama_decode's codes
+            if self._lib.llama_model_is_recurrent(llm.model) or self._lib.llama_model_is_hybrid(
+                llm.model
+            ):
+                llm.reset()  # such a state cannot go back to before the decode that failed
+            if self._interrupt is not None:
+                raise self._interrupt from None
+            if not stopped():
+                raise FlashMoEError(
+                    f"llama.cpp could not compute: {_one_line(error)}",
+                    "its reason is in the log: try again with --verbose",
+                ) from error
+        finally:
+            del llm.eval
+            self._running = None
+            self.interruptible(False)
+            self._stopped = _never
+
+    def interruptible(self, wanted: bool) -> None:
+        self._lib.llama_set_abort_callback(
+            self._llm.ctx, self._abort if wanted else self._no_abort, None
+        )
+
+    def _on_abort(self, _data: Any) -> bool:
+        try:
+            return self._stopped()
+        except KeyboardInterrupt as interrupt:  # ctypes would print it and go on
+            self._interrupt = interrupt
+            return True
+
+    def progress(self) -> tuple[float, int] | None:
+        running = self._running
+        if running is None:
+            return None
+        if hasattr(self._llm, "eval_progress"):
+            finer: tuple[float, int] | None = self._llm.eval_progress()
+            return finer
+        first, count = running
+        return float(self._llm.n_tokens - first), count
+
+    def stats(self) -> Stats | None:
+        if not hasattr(self._llm, "stats"):
+            return None
+        stats: Stats | None = self._llm.stats()
+        return stats
+
+    def _grammar(self, text: str) -> Any:
+        from llama_cpp.llama_grammar import LlamaGrammar
+
+        # parsed once here for the check: llama_cpp would go on with a null pointer
+        sampler = self._lib.llama_sampler_init_grammar(self._vocab, text.encode(), b"root")
+        if not sampler:
+            raise OptionError(
+                "llama.cpp cannot parse the grammar", "it must be GBNF with a rule named root"
+            )
+        self._lib.llama_sampler_free(sampler)
+        return LlamaGrammar.from_string(text, verbose=False)
+
+
+def grammar_from_json_schema(schema: str) -> str:
+    """GBNF for a JSON schema; raises OptionError when it is not one. Needs `llama_cpp` loaded."""
+    from llama_cpp.llama_grammar import json_schema_to_gbnf
+
+    try:
+        json.loads(schema)
+        return str(json_schema_to_gbnf(schema))
+    except Exception as error:  # upstream's converter fails in many ways on what it does not know
+        raise OptionError(
+            f"the JSON schema cannot be used: {_one_line(error)}",
+            "llama.cpp takes a subset of JSON schema; --grammar-file takes any grammar",
+        ) from error
+
+
+def _never() -> bool:
+    return False
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

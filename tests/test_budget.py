@@ -1,0 +1,146 @@
+"""The budget is a pure function: sizes in, slots out, and a floor that says what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoe_gguf import BudgetError, OptionError
+from flashmoe_gguf.budget import (
+    Fixed,
+    GroupCost,
+    check_floor,
+    fixed_slots_plan,
+    format_size,
+    kv_bytes_at_least,
+    make_plan,
+    parse_size,
+)
+from flashmoe_gguf.host import _cgroup_limits, available_memory, default_budget
+from flashmoe_gguf.store import read_geometry
+
+MIB = 1 << 20
+FIXED = Fixed(process=60 * MIB, dense=500 * MIB, context=100 * MIB, ring=24 * MIB, reserve=90 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8G", 8 << 30),
+        ("8g", 8 << 30),
+        ("1.5GiB", 3 << 29),
+        ("900M", 900 << 20),
+        ("900MB", 900 << 20),
+        ("64K", 64 << 10),
+        ("12345", 12345),
+        (12345, 12345),
+        (".5T", 1 << 39),
+    ],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "8X", "-1G", "0", "G", "1e9", "8 G B", "nan", "1.2.3G"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(OptionError, match="not an amount of memory"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB")]
+)
+def test_sizes_for_people(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+groups = st.lists(
+    st.builds(
+        GroupCost, slot_bytes=st.integers(1, 40 * MIB), n_expert=st.sampled_from([0, 8, 32, 128])
+    ),
+    min_size=1,
+    max_size=48,
+)
+
+
+@given(groups=groups, rest=st.integers(0, 1 << 36))
+def test_a_plan_spends_what_is_left_and_no_more(groups: list[GroupCost], rest: int) -> None:
+    plan = make_plan(FIXED.total + rest, FIXED, groups)
+    assert plan.total_bytes <= FIXED.total + rest
+    assert all(0 <= n <= g.n_expert for n, g in zip(plan.slots, groups, strict=True))
+    assert plan.slot_bytes == sum(n * g.slot_bytes for n, g in zip(plan.slots, groups, strict=True))
+    # nothing that still fits is left out
+    left = FIXED.total + rest - plan.total_bytes
+    for n, group in zip(plan.slots, groups, strict=True):
+        assert n == group.n_expert or group.slot_bytes > left
+
+
+@given(groups=groups, rest=st.integers(0, 1 << 34), more=st.integers(0, 1 << 34))
+def test_more_memory_never_caches_less(groups: list[GroupCost], rest: int, more: int) -> None:
+    small = make_plan(FIXED.total + rest, FIXED, groups)
+    large = make_plan(FIXED.total + rest + more, FIXED, groups)
+    assert large.slot_bytes >= small.slot_bytes - max(g.slot_bytes for g in groups)
+    assert large.cached_share <= 1.0
+
+
+@given(below=st.integers(1, FIXED.total))
+def test_below_the_floor(below: int) -> None:
+    with pytest.raises(BudgetError) as caught:
+        make_plan(FIXED.total - below, FIXED, [GroupCost(MIB, 8)])
+    message = str(caught.value)
+    for piece in ("floor", "dense weights 500 MiB", "context", "ring", "process", "reserve"):
+        assert piece in message
+    assert f"--ram {FIXED.total // MIB}M" in message
+
+
+def test_at_the_floor_there_is_a_plan_without_slots() -> None:
+    check_floor(FIXED.total, FIXED)
+    assert make_plan(FIXED.total, FIXED, [GroupCost(MIB, 8)]).slots == (0,)
+
+
+def test_given_slots() -> None:
+    costs = [GroupCost(MIB, 8), GroupCost(2 * MIB, 4)]
+    plan = fixed_slots_plan(1, FIXED, costs, 6)
+    assert plan.slots == (6, 4)
+    assert plan.slot_bytes == 14 * MIB
+    with pytest.raises(OptionError):
+        fixed_slots_plan(1, FIXED, costs, -1)
+
+
+def test_context_size_from_the_header(tiny_model: Callable[[str], Path]) -> None:
+    header = read_geometry(tiny_model("qwen3moe")).header
+    keys = ("block_count", "attention.head_count_kv", "embedding_length", "attention.head_count")
+    layers, heads, n_embd, q_heads = (header.get(key) for key in keys)
+    assert isinstance(layers, int) and isinstance(heads, int)
+    assert isinstance(n_embd, int) and isinstance(q_heads, int)
+    width = n_embd // q_heads
+    assert kv_bytes_at_least(header, 1000) == layers * heads * width * 2 * 2 * 1000
+    # unknown rather than wrong: a sliding window keeps less
+    windowed = {**header.metadata, f"{header.architecture}.attention.sliding_window": 128}
+    assert kv_bytes_at_least(replace(header, metadata=windowed), 1000) == 0
+
+
+def test_cgroup_limits_of_both_versions(tmp_path: Path) -> None:
+    membership = tmp_path / "cgroup"
+    membership.write_text("7:cpu,memory:/a/b\n3:pids:/x\n0::/c/d\n")
+    for path, text in {
+        "memory/memory.limit_in_bytes": str((1 << 63) - 4096),
+        "memory/a/memory.limit_in_bytes": "9000",
+        "memory/a/b/memory.limit_in_bytes": "7000",
+        "c/memory.max": "5000",
+        "c/d/memory.max": "max",
+    }.items():
+        file = tmp_path / "fs" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert sorted(_cgroup_limits(tmp_path / "fs", membership)) == [5000, 7000, 9000]
+    assert _cgroup_limits(tmp_path / "fs", tmp_path / "none") == []
+
+
+def test_the_default_budget_leaves_room_for_others() -> None:
+    assert 0 < default_budget().limit_bytes < available_memory().limit_bytes
