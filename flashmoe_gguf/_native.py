@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ class NativeStream:
         if io not in IO_MODES:
             raise OptionError(f"there is no I/O mode '{io}'", f"one of {', '.join(IO_MODES)}")
         self._ffi, self._lib = _library()
+        self._closing = threading.Lock()
         options = self._ffi.new(
             "struct fm_options *", (IO_MODES.index(io), n_workers, n_ring, request_bytes)
         )
@@ -143,21 +145,22 @@ class NativeStream:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Models that this thread loads inside the block take their experts from this stream."""
-        self._lib.fm_hooks_attach(self._stream)
+        """The model that this thread loads inside the block takes its experts from this stream."""
+        self._check(self._lib.fm_hooks_attach(self._stream))
         try:
             yield
         finally:
             self._lib.fm_hooks_attach(self._ffi.NULL)
 
     def counters(self) -> dict[str, int]:
-        """Every field of `struct fm_stats`."""
+        """Every field of `struct fm_stats`; may be asked by any thread, also while closing."""
         stats = self._ffi.new("struct fm_stats *")
-        self._lib.fm_stream_stats(self._stream, stats)
-        return {
-            name: int(getattr(stats, name))
-            for name, _ in self._ffi.typeof("struct fm_stats").fields
-        }
+        with self._closing:
+            if self._stream == self._ffi.NULL:
+                raise FlashMoEError("the model is closed")
+            self._lib.fm_stream_stats(self._stream, stats)
+        names = [name for name, _ in self._ffi.typeof("struct fm_stats").fields]
+        return {name: int(getattr(stats, name)) for name in names}
 
     def group_counts(self, group: int) -> GroupCounts:
         """The counters of one group."""
@@ -209,6 +212,7 @@ class NativeStream:
 
     def close(self) -> None:
         """Waits for reads in flight and frees everything. Safe to call twice."""
-        if self._stream != self._ffi.NULL:
-            self._lib.fm_stream_free(self._stream)
-            self._stream = self._ffi.NULL
+        with self._closing:
+            stream, self._stream = self._stream, self._ffi.NULL
+        if stream != self._ffi.NULL:
+            self._lib.fm_stream_free(stream)

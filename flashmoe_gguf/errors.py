@@ -45,7 +45,8 @@ class LibraryError(FlashMoEError):
 class ExpertReadError(FlashMoEError):
     """An expert's bytes could not be read while decoding; no token was made from them.
 
-    `errno` is the operating system's error number, or 0 for a short read.
+    `errno` is the operating system's error number, or 0 for a short read. `expert` is -1 when all
+    of a tensor was asked for.
     """
 
     def __init__(self, *, file: str, layer: int, expert: int, tensor: str, errno: int) -> None:
@@ -55,7 +56,8 @@ class ExpertReadError(FlashMoEError):
         self.tensor = tensor
         self.errno = errno
         cause = os.strerror(errno) if errno else "the file ended early"
+        what = f"expert {expert}" if expert >= 0 else "the experts"
         super().__init__(
-            f"cannot read expert {expert} of layer {layer} ({tensor}) from {file}: {cause}",
+            f"cannot read {what} of layer {layer} ({tensor}) from {file}: {cause}",
             "the tokens of this step were discarded; check the drive and the file, then try again",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ load_llama_cpp("patched")  # llama_cpp picks its libraries when it is imported
 
 import llama_cpp  # noqa: E402
 from llama_cpp._logger import llama_log_callback as _default_log  # noqa: E402
+from llama_cpp._logger import logger as _logger  # noqa: E402
 
 Progress = Callable[[float], None]
 
@@ -46,11 +48,13 @@ _recent_errors = threading.local()
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator,unused-ignore]
 def _log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
-    if level == 3:  # GGML_LOG_LEVEL_ERROR
+    if level == 4:  # GGML_LOG_LEVEL_ERROR
         lines = getattr(_recent_errors, "lines", None)
         if lines is not None:
             lines.append(text.decode("utf-8", "replace").strip())
-    _default_log(level, text, user_data)
+    # llama_cpp takes levels for those of an older llama.cpp and would always print warnings
+    if _logger.level <= logging.DEBUG:
+        _default_log(level, text, user_data)
 
 
 llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
@@ -85,7 +89,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     - io: "direct", "buffered" or "auto" (direct where the file system allows it).
     - n_slots: experts cached per layer, instead of what the budget allows. 0: nothing is cached.
     - stream: False loads the model as llama_cpp does.
-    - progress: called with 0..1 while dense weights load.
+    - progress: called with 0..1 while dense weights load; what it raises ends the loading.
 
     A model without routed experts is loaded as llama_cpp does; `is_streamed` says which it was.
     Weights are not repacked (`use_extra_bufts` is off), so that logits equal those of stock
@@ -110,6 +114,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     ) -> None:
         self._experts: ExpertStream | None = None
         self._progress = progress
+        self._stopped_by: BaseException | None = None
         self._running: _Eval | None = None
         self._parts_per_pass = 0
         self._plan: Plan | None = None
@@ -125,6 +130,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         try:
             super().__init__(model_path, **kwargs)
         except ValueError as error:
+            if self._stopped_by is not None:
+                raise self._stopped_by from None
             raise _load_error(model_path, error, list(_recent_errors.lines)) from error
         finally:
             _recent_errors.lines = None
@@ -205,13 +212,17 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
 
     def _checked(self, compute: Callable[[Any], None]) -> Callable[[Any], None]:
         def checked(batch: Any) -> None:
-            assert self._experts is not None
+            experts = self._experts
+            assert experts is not None
             try:
-                compute(batch)
-                self._experts.raise_error()
+                try:
+                    compute(batch)
+                finally:
+                    experts.raise_error()  # also when llama.cpp gave up: this is why
             except FlashMoEError:
                 if self._is_recurrent or self._is_hybrid:
-                    self.reset()  # type: ignore[no-untyped-call]  # a recurrent state cannot go back by a few tokens
+                    # a recurrent state cannot go back by a few tokens
+                    self.reset()  # type: ignore[no-untyped-call]
                 raise
 
         return checked
@@ -231,8 +242,12 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         self._model_params = params
 
     def _on_progress(self, fraction: float, user_data: Any) -> bool:
-        if self._progress is not None:
-            self._progress(fraction)
+        try:
+            if self._progress is not None:
+                self._progress(fraction)
+        except BaseException as stop:  # it cannot pass through llama.cpp; _load raises it
+            self._stopped_by = stop
+            return False
         return True
 
     # llama.cpp aborts the process when a model without a vocabulary is asked for text.

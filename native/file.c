@@ -2,6 +2,10 @@
  * would only hold them a second time and be evicted under the same memory limit. Linux uses
  * O_DIRECT, macOS F_NOCACHE; elsewhere reads are buffered. */
 
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* O_DIRECT */
+#endif
+
 #include "file.h"
 
 #include <errno.h>

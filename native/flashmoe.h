@@ -118,8 +118,9 @@ int32_t fm_stream_verify(fm_stream *stream);
 /* Waits for reads in flight and frees everything. The model must be gone. */
 void fm_stream_free(fm_stream *stream);
 
-/* Models that this thread loads get their expert tensors from `stream`; NULL ends it. */
-void fm_hooks_attach(fm_stream *stream);
+/* The one model that this thread loads next gets its expert tensors from `stream`, which is open;
+ * NULL ends it, in the same thread and before that model is freed. */
+int32_t fm_hooks_attach(fm_stream *stream);
 
 /* One operation, as hooks.c runs it. ids: [n_tokens][n_used] with byte strides; n_rows [n_expert];
  * order [n_expert] is filled with the experts to visit. begin never fails: with an unknown group it

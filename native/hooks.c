@@ -102,7 +102,9 @@ static enum ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, struct 
         return GGML_STATUS_FAILED;
     }
     ranges[source->n_ranges++] = range;
+    pthread_mutex_lock(&source->stream->lock);
     source->stream->groups[range.group].n_bound++;
+    pthread_mutex_unlock(&source->stream->lock);
     return GGML_STATUS_SUCCESS;
 }
 
@@ -119,15 +121,18 @@ static void buffer_get(ggml_backend_buffer_t buffer, const struct ggml_tensor *t
     struct source *source = buffer->context;
     fm_stream *stream = source->stream;
     const struct range *range = range_of(source, tensor);
+    struct load whole = {.expert = -1}; /* for the error: all experts of the part */
     int error = FM_IO_SHORT;
     if (range != NULL) {
         const struct part *part = &stream->groups[range->group].parts[range->part];
+        whole.group = range->group;
+        whole.part = range->part;
         error = fm_io_read_now(stream->io, part->file, data, size, part->offset + offset);
     }
     if (error != 0) {
         memset(data, 0, size);
         pthread_mutex_lock(&stream->lock);
-        fm_load_latch(stream, NULL, FM_IO_ERROR, error);
+        fm_load_latch(stream, range != NULL ? &whole : NULL, FM_IO_ERROR, error);
         pthread_mutex_unlock(&stream->lock);
     }
 }
@@ -138,6 +143,9 @@ static void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
 
 static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
     struct source *source = (struct source *)type;
+    if (source->base != NULL) {
+        return NULL; /* one model per attach */
+    }
     const struct ggml_backend_buffer_i interface = {
         .free_buffer = buffer_free,
         .get_base = buffer_base,
@@ -195,19 +203,27 @@ static void register_source(void) {
     ggml_cpu_set_expert_source(&expert_source);
 }
 
-void fm_hooks_attach(fm_stream *stream) {
+int32_t fm_hooks_attach(fm_stream *stream) {
+    if (stream != NULL && stream->ring == NULL) {
+        return fm_fail(FM_BAD_STATE, "the stream is not open");
+    }
     pthread_once(&registered, register_source);
     if (attached != NULL && attached->base == NULL) {
         free(attached); /* nothing was loaded: no buffer owns it */
     }
-    attached = stream != NULL ? calloc(1, sizeof *attached) : NULL;
+    attached = NULL;
+    llama_set_tensor_source(NULL, NULL);
+    if (stream == NULL) {
+        return FM_OK;
+    }
+    attached = calloc(1, sizeof *attached);
     if (attached == NULL) {
-        llama_set_tensor_source(NULL, NULL);
-        return;
+        return fm_fail(FM_NO_MEMORY, "out of memory");
     }
     attached->stream = stream;
     attached->type.iface.get_name = type_name;
     attached->type.iface.alloc_buffer = alloc_buffer;
     attached->type.iface.get_alignment = alignment;
     llama_set_tensor_source(source_for, attached);
+    return FM_OK;
 }

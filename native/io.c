@@ -43,7 +43,7 @@ struct fm_io {
     struct fm_fault fault;
     uint64_t fault_seen;
     int held;
-    bool release_held;
+    uint64_t releases; /* a number, not a flag: the next fault may come before the released have woken */
     pthread_cond_t held_wake;
 
     pthread_t workers[MAX_WORKERS];
@@ -112,8 +112,9 @@ static void run(struct fm_io *io, struct request *r) {
     const enum fault_kind fault = fault_for_next_read(io);
     const int fault_errno = io->fault.sys_errno;
     if (fault == FAULT_HOLD) {
+        const uint64_t releases = io->releases;
         io->held++;
-        while (!io->release_held && !io->stopping) {
+        while (io->releases == releases && !io->stopping) {
             pthread_cond_wait(&io->held_wake, &io->lock);
         }
         io->held--;
@@ -295,13 +296,15 @@ void fm_io_set_fault(struct fm_io *io, const struct fm_fault *fault) {
     pthread_mutex_lock(&io->lock);
     io->fault = *fault;
     io->fault_seen = 0;
-    io->release_held = false;
     pthread_mutex_unlock(&io->lock);
 }
 
 void fm_io_release_held(struct fm_io *io) {
     pthread_mutex_lock(&io->lock);
-    io->release_held = true;
+    io->releases++;
+    if (io->fault.hold) {
+        io->fault.count = 0; /* holds nothing more */
+    }
     pthread_cond_broadcast(&io->held_wake);
     pthread_mutex_unlock(&io->lock);
 }

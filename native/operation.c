@@ -154,7 +154,8 @@ static void note_part(struct group *group, int32_t part) {
     if (group->lead < 0) {
         group->lead = part;
     }
-    if (part != group->lead && group->last_part >= 0) {
+    /* the same part twice: two contexts at once */
+    if (part != group->lead && group->last_part >= 0 && part != group->last_part) {
         group->next_part[group->last_part] = part;
     }
     group->last_part = part;
@@ -186,49 +187,60 @@ static void fill(struct operation *op, int32_t group, const struct fm_routing *r
 }
 
 /* For a tensor that nobody described, or when memory is short: zeros, and an error instead of a token. */
-static struct operation *begin_zeros(struct fm_stream *stream, struct operation *op, enum fm_status status,
-                                     int32_t n_expert, const int64_t *n_rows) {
+static struct operation *begin_zeros(struct fm_stream *stream, enum fm_status status, int32_t n_expert,
+                                     const int64_t *n_rows, int32_t *order) {
     fm_load_latch(stream, NULL, status, 0);
-    if (op != NULL) {
-        op->group = NULL;
-        for (int32_t e = 0; e < n_expert && op->n < stream->max_expert; e++) {
-            if (n_rows[e] > 0) {
-                add_entry(op, e, -1, NULL);
-            }
+    for (int32_t e = 0, n = 0; e < n_expert; e++) {
+        if (n_rows[e] > 0) {
+            order[n++] = e;
         }
-        op->next_ring = op->next_ahead = op->n;
     }
-    return op;
+    return stream->zeros_operation;
+}
+
+static void finish(struct operation *op) {
+    struct fm_stream *stream = op->stream;
+    for (int32_t i = 0; i < op->n; i++) {
+        if (op->entries[i].slot >= 0) {
+            op->group->slots[op->entries[i].slot].pins--;
+        }
+    }
+    struct operation **link = &stream->active;
+    while (*link != op) {
+        link = &(*link)->next;
+    }
+    *link = op->next;
+    op->next = stream->idle;
+    stream->idle = op;
 }
 
 void *fm_operation_begin(fm_stream *stream, int32_t group, int32_t part, const struct fm_routing *routing,
                          int32_t n_expert, const int64_t *n_rows, int32_t n_threads, int32_t *order) {
     pthread_mutex_lock(&stream->lock);
     stream->stats.operations++;
-    struct operation *op = new_operation(stream);
-    if (op != NULL) {
+    const bool known = group >= 0 && group < stream->n_groups && part >= 0 &&
+                       part < stream->groups[group].n_parts && n_expert == stream->groups[group].n_expert &&
+                       stream->ring != NULL;
+    struct operation *op = known ? new_operation(stream) : NULL;
+    if (op == NULL) {
+        op = begin_zeros(stream, known ? FM_NO_MEMORY : FM_BAD_STATE, n_expert, n_rows, order);
+    } else {
         op->stream = stream;
+        op->group = &stream->groups[group];
         op->part = part;
         op->n_threads = n_threads;
         op->n = op->n_held = 0;
         op->next = stream->active;
         stream->active = op;
-    }
-    const bool known = group >= 0 && group < stream->n_groups && part >= 0 &&
-                       part < stream->groups[group].n_parts && n_expert == stream->groups[group].n_expert &&
-                       stream->ring != NULL;
-    if (op == NULL || !known) {
-        op = begin_zeros(stream, op, op == NULL ? FM_NO_MEMORY : FM_BAD_STATE, n_expert, n_rows);
-    } else {
-        op->group = &stream->groups[group];
         fill(op, group, routing, n_rows);
         fm_ring_claim(stream, op);
         fm_ring_fill(stream);
-    }
-    if (op != NULL) {
         atomic_init(&op->left, op->n * n_threads);
         for (int32_t i = 0; i < op->n; i++) {
             order[i] = op->entries[i].expert;
+        }
+        if (op->n == 0) {
+            finish(op); /* no expert, no release */
         }
     }
     pthread_mutex_unlock(&stream->lock);
@@ -254,10 +266,10 @@ static const void *wait_for(struct operation *op, struct entry *entry) {
 
 const void *fm_operation_acquire(void *operation, int32_t i) {
     struct operation *op = operation;
-    struct entry *entry = &op->entries[i];
     if (op->group == NULL) {
         return op->stream->zeros;
     }
+    struct entry *entry = &op->entries[i];
     const struct load *load = atomic_load_explicit(&entry->load, memory_order_acquire);
     if (load != NULL) {
         const int state = atomic_load_explicit(&load->state, memory_order_acquire);
@@ -271,25 +283,12 @@ const void *fm_operation_acquire(void *operation, int32_t i) {
     return wait_for(op, entry);
 }
 
-static void finish(struct operation *op) {
-    struct fm_stream *stream = op->stream;
-    for (int32_t i = 0; i < op->n; i++) {
-        if (op->entries[i].slot >= 0) {
-            op->group->slots[op->entries[i].slot].pins--;
-        }
-    }
-    struct operation **link = &stream->active;
-    while (*link != op) {
-        link = &(*link)->next;
-    }
-    *link = op->next;
-    op->next = stream->idle;
-    stream->idle = op;
-}
-
 void fm_operation_release(void *operation, int32_t i) {
     struct operation *op = operation;
     struct fm_stream *stream = op->stream;
+    if (op->group == NULL) {
+        return;
+    }
     struct entry *entry = &op->entries[i];
     /* the last thread to leave a ring buffer hands it on */
     const bool last = atomic_fetch_sub(&entry->left, 1) == 1;

@@ -67,7 +67,8 @@ static int32_t victim(struct fm_policy *policy, int32_t group, const uint8_t *ma
 static void end_token(struct fm_policy *policy, int32_t group) {
     const struct group *g = &policy->groups[group];
     for (int32_t e = 0; e < g->n_expert; e++) {
-        g->use[e] *= decay;
+        /* to zero before it becomes denormal, which some processors compute with slowly */
+        g->use[e] = g->use[e] < 1e-30f ? 0.0f : g->use[e] * decay;
     }
 }
 

@@ -62,7 +62,9 @@ void fm_ring_claim(struct fm_stream *stream, struct operation *operation) {
             continue;
         }
         const struct entry *entry = &operation->entries[operation->next_ring];
-        if (load->part == operation->part && operation->next_ring < operation->n && entry->expert == load->expert) {
+        const bool failed = atomic_load_explicit(&load->state, memory_order_relaxed) == LOAD_FAILED;
+        if (load->part == operation->part && operation->next_ring < operation->n && entry->expert == load->expert &&
+            !failed) {
             unlink_ahead(stream, buffer);
             fm_io_promote(stream->io, load);
             give(operation, buffer, operation->next_ring++);
@@ -73,11 +75,11 @@ void fm_ring_claim(struct fm_stream *stream, struct operation *operation) {
     }
 }
 
-/* The operation that waits for a buffer and holds the fewest: none can be starved by another. */
+/* The operation that waits for a buffer and holds the fewest, the oldest of these: none can be starved by others. */
 static struct operation *neediest(const struct fm_stream *stream) {
     struct operation *found = NULL;
     for (struct operation *op = stream->active; op != NULL; op = op->next) {
-        if (op->next_ring < op->n && (found == NULL || op->n_held < found->n_held)) {
+        if (op->next_ring < op->n && (found == NULL || op->n_held <= found->n_held)) { /* newest first */
             found = op;
         }
     }
@@ -87,7 +89,7 @@ static struct operation *neediest(const struct fm_stream *stream) {
 /* Reads the next part of an expert that a running operation has just had through the ring. */
 static bool read_ahead(struct fm_stream *stream) {
     for (struct operation *op = stream->active; op != NULL; op = op->next) {
-        if (op->group == NULL || op->next_ahead >= op->n) {
+        if (op->next_ahead >= op->n) {
             continue;
         }
         const int32_t part = op->group->next_part[op->part];
@@ -114,7 +116,7 @@ static bool read_ahead(struct fm_stream *stream) {
 void fm_ring_fill(struct fm_stream *stream) {
     struct operation *op;
     while ((op = neediest(stream)) != NULL) {
-        if (stream->ring_free == NULL && stream->ring_ahead != NULL && op->n_held == 0) {
+        if (stream->ring_free == NULL && stream->ring_ahead != NULL) {
             drop_ahead(stream, stream->ring_ahead);
         }
         struct ring_buffer *buffer = stream->ring_free;

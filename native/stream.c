@@ -5,12 +5,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { MAX_RING = 4096 };
+
 static size_t align_up(size_t n) {
     return (n + FM_IO_ALIGN - 1) & ~(size_t)(FM_IO_ALIGN - 1);
 }
 
 fm_stream *fm_stream_new(const struct fm_options *options) {
-    if (options->n_ring < 2 || options->request_bytes == 0 || options->request_bytes % FM_IO_ALIGN != 0 ||
+    if (options->n_ring < 2 || options->n_ring > MAX_RING || options->request_bytes == 0 || options->request_bytes % FM_IO_ALIGN != 0 ||
         options->io_mode < FM_IO_AUTO || options->io_mode > FM_IO_BUFFERED) {
         fm_fail(FM_BAD_ARGUMENT, "bad options: %d ring buffers, requests of %u bytes, I/O mode %d", options->n_ring,
                 options->request_bytes, options->io_mode);
@@ -137,11 +139,13 @@ int32_t fm_stream_open(fm_stream *stream) {
     stream->ring_memory_bytes = (size_t)fm_stream_ring_bytes(stream);
     stream->ring_memory = fm_memory_new(stream->ring_memory_bytes);
     stream->zeros = fm_memory_new_zeros(stream->max_region_bytes);
+    stream->zeros_operation = calloc(1, sizeof *stream->zeros_operation);
     struct ring_buffer *ring = calloc((size_t)stream->options.n_ring, sizeof *ring);
-    if (stream->ring_memory == NULL || stream->zeros == NULL || ring == NULL) {
+    if (stream->ring_memory == NULL || stream->zeros == NULL || stream->zeros_operation == NULL || ring == NULL) {
         free(ring);
         return fm_fail(FM_NO_MEMORY, "no memory for a ring of %zu bytes", stream->ring_memory_bytes);
     }
+    stream->zeros_operation->stream = stream;
     stream->stats.ring_bytes = stream->ring_memory_bytes;
     for (int32_t i = 0; i < stream->options.n_ring; i++) {
         init_load(stream, &ring[i].load, stream->ring_memory + (size_t)i * stream->max_region_bytes, &ring[i]);
@@ -303,6 +307,7 @@ void fm_stream_free(fm_stream *stream) {
         next = op->next;
         free(op);
     }
+    free(stream->zeros_operation);
     fm_memory_free(stream->slot_memory, stream->slot_memory_bytes);
     fm_memory_free(stream->ring_memory, stream->ring_memory_bytes);
     fm_memory_free(stream->zeros, stream->max_region_bytes);

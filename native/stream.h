@@ -90,7 +90,7 @@ struct entry {
 
 struct operation {
     struct fm_stream *stream;
-    struct group *group; /* NULL: unknown tensor, zeros only */
+    struct group *group; /* NULL: the stream's zeros_operation */
     int32_t part;
     int32_t n_threads;
     int32_t n;          /* entries; those in slots come first */
@@ -129,6 +129,7 @@ struct fm_stream {
 
     struct operation *active;
     struct operation *idle;
+    struct operation *zeros_operation; /* for all operations at once that cannot run; has no entries */
 
     struct fm_error error;
     struct fm_stats stats;
