@@ -195,7 +195,7 @@ TEST(guesses_for_other_experts_are_dropped_one_by_one) {
     model_free(&model);
 }
 
-TEST(another_group_takes_a_buffer_from_the_oldest_guess) {
+TEST(another_group_takes_the_buffers_of_guesses_oldest_first) {
     struct model model;
     create(&model, 2);
     learn(&model, 0);
@@ -205,12 +205,15 @@ TEST(another_group_takes_a_buffer_from_the_oldest_guess) {
     check_guesses(&model, 2, 0, 0);
     const struct load *kept = &model.stream->ring_ahead->next->load;
     CHECK_EQUAL(n_free(&model), 0);
-    pass_begin(&pass, &model, 1, 0, all, 3, 1, 1);
+    pass_begin(&pass, &model, 1, 0, all, 1, 1, 1); /* wants one buffer */
     check_guesses(&model, 2, 0, 1);
     CHECK(&model.stream->ring_ahead->load == kept);
     CHECK_EQUAL(kept->expert, 1);
     pass_use_all(&pass, 0);
-    check_guesses(&model, 2, 0, 1); /* it goes on with the one it has */
+    check_guesses(&model, 2, 0, 1);
+    pass_begin(&pass, &model, 1, 0, all, 3, 1, 1); /* wants them all */
+    check_guesses(&model, 2, 0, 2);
+    pass_use_all(&pass, 0);
     model_free(&model);
 }
 

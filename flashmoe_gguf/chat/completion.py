@@ -6,11 +6,12 @@ import codecs
 import contextlib
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from flashmoe_gguf.engine import Engine, Sampling
+from flashmoe_gguf.chat.channels import Channels
+from flashmoe_gguf.chat.engine import Engine, Sampling
 from flashmoe_gguf.errors import OptionError
 
 if TYPE_CHECKING:
@@ -104,16 +105,27 @@ class Completion:
         """Whether the first token is still to come."""
         return self._answer_tokens == 0
 
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens made so far."""
+        return self._answer_tokens
+
     def progress(self) -> tuple[float, int] | None:
         """(done, all) of the prompt's tokens while they are computed, else None."""
         return self._engine.progress() if self.in_prompt else None
 
-    def text(self) -> Iterator[str]:
-        """Pieces of text, each of whole characters, as soon as no stop string can begin in them."""
+    def text(self) -> Generator[str, None, None]:
+        """Pieces of text, each of whole characters, as soon as no stop string can begin in them.
+
+        Of an answer in channels, only the final one.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        channels = Channels()
         with contextlib.closing(self.ids()) as tokens:
             for token in tokens:
-                piece = self._stop.feed(decoder.decode(self._engine.piece(token)))
+                if not (data := self._engine.piece(token)):
+                    channels.marker(self._engine.marker(token))
+                piece = self._stop.feed(channels.text(decoder.decode(data)))
                 if piece:
                     yield piece
                 if self._stop.found:
@@ -129,9 +141,7 @@ class Completion:
         engine, stopped = self._engine, self._cancelled.is_set
         engine.interruptible(True)
         started = time.perf_counter()
-        with contextlib.closing(
-            engine.generate(self._prompt, self._sampling, stopped)
-        ) as tokens:
+        with contextlib.closing(engine.generate(self._prompt, self._sampling, stopped)) as tokens:
             for token in tokens:
                 self._count(time.perf_counter() - started)
                 if stopped():
@@ -148,6 +158,8 @@ class Completion:
                     break
                 started = time.perf_counter()
             self._finish = "cancelled"
+            if self.in_prompt:
+                self._prompt_seconds = time.perf_counter() - started
 
     def _count(self, seconds: float) -> None:
         if self.in_prompt:

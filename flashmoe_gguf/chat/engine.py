@@ -1,4 +1,4 @@
-"""What making an answer needs of a model: one adapter over `llama_cpp.Llama`, ours or the stock one.
+"""What making an answer needs of a model: an adapter over `llama_cpp.Llama`, ours or stock.
 
 It hides what llama_cpp leaves to its callers: token pieces of any length, a decode that can be
 interrupted, a count of the tokens that were really computed, and llama.cpp's bare error codes.
@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -66,6 +70,9 @@ class Engine(Protocol):
     def piece(self, token: int) -> bytes:
         """A token's text, which may be part of a character; nothing for markers."""
 
+    def marker(self, token: int) -> str:
+        """The name of a token that has no text, such as <|im_end|>."""
+
     def is_end(self, token: int) -> bool:
         """Whether the token ends an answer."""
 
@@ -107,6 +114,7 @@ class LlamaEngine:
         self._interrupt: KeyboardInterrupt | None = None
         self._abort = llama_cpp.ggml_abort_callback(self._on_abort)
         self._no_abort = llama_cpp.ggml_abort_callback()
+        self._interruptible = False
         self._formatter: Any = None
 
     @property
@@ -124,10 +132,10 @@ class LlamaEngine:
         return "tokenizer.chat_template" in self._llm.metadata
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._llm.tokenize(text.encode(), add_bos=False, special=True))
+        return list(self._llm.tokenize(_bytes(text), add_bos=False, special=True))
 
     def tokenize_prompt(self, text: str) -> list[int]:
-        return list(self._llm.tokenize(text.encode(), add_bos=True, special=True))
+        return list(self._llm.tokenize(_bytes(text), add_bos=True, special=True))
 
     def piece(self, token: int) -> bytes:
         # llama_cpp's detokenize has room for 32 bytes only
@@ -140,6 +148,9 @@ class LlamaEngine:
                 self._vocab, token, self._buffer, len(self._buffer), 0, False
             )
         return self._buffer.raw[:size]
+
+    def marker(self, token: int) -> str:
+        return str(self._lib.llama_vocab_get_text(self._vocab, token).decode("utf-8", "replace"))
 
     def is_end(self, token: int) -> bool:
         return bool(self._lib.llama_vocab_is_eog(self._vocab, token))
@@ -158,15 +169,10 @@ class LlamaEngine:
     def _make_formatter(self) -> Any:
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-        def text(token: int) -> str:
-            if token == -1:
-                return ""
-            return str(self._lib.llama_vocab_get_text(self._vocab, token).decode())
-
         return Jinja2ChatFormatter(
             template=self._llm.metadata.get("tokenizer.chat_template", CHATML),
-            bos_token=text(self._llm.token_bos()),
-            eos_token=text(self._llm.token_eos()),
+            bos_token="" if (bos := self._llm.token_bos()) == -1 else self.marker(bos),
+            eos_token="" if (eos := self._llm.token_eos()) == -1 else self.marker(eos),
         )
 
     def generate(
@@ -214,9 +220,12 @@ class LlamaEngine:
             self._stopped = _never
 
     def interruptible(self, wanted: bool) -> None:
-        self._lib.llama_set_abort_callback(
-            self._llm.ctx, self._abort if wanted else self._no_abort, None
-        )
+        # without a context once the model is closed
+        if wanted != self._interruptible and self._llm.ctx is not None:
+            self._interruptible = wanted
+            self._lib.llama_set_abort_callback(
+                self._llm.ctx, self._abort if wanted else self._no_abort, None
+            )
 
     def _on_abort(self, _data: Any) -> bool:
         try:
@@ -245,10 +254,13 @@ class LlamaEngine:
         from llama_cpp.llama_grammar import LlamaGrammar
 
         # parsed once here for the check: llama_cpp would go on with a null pointer
-        sampler = self._lib.llama_sampler_init_grammar(self._vocab, text.encode(), b"root")
+        with _captured_stderr() as said:
+            sampler = self._lib.llama_sampler_init_grammar(self._vocab, text.encode(), b"root")
         if not sampler:
+            reason = next((line for line in said if "error" in line), "there is no rule named root")
             raise OptionError(
-                "llama.cpp cannot parse the grammar", "it must be GBNF with a rule named root"
+                f"llama.cpp cannot parse the grammar: {reason.rpartition('grammar: ')[2]}",
+                "it must be GBNF with a rule named root",
             )
         self._lib.llama_sampler_free(sampler)
         return LlamaGrammar.from_string(text, verbose=False)
@@ -268,8 +280,32 @@ def grammar_from_json_schema(schema: str) -> str:
         ) from error
 
 
+@contextmanager
+def _captured_stderr() -> Iterator[list[str]]:
+    """Lines that C code writes to stderr inside the block; they are there after it."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as file:
+            os.dup2(file.fileno(), 2)
+            try:
+                yield lines
+            finally:
+                os.dup2(kept, 2)
+            file.seek(0)
+            lines += file.read().decode("utf-8", "replace").splitlines()
+    finally:
+        os.close(kept)
+
+
 def _never() -> bool:
     return False
+
+
+def _bytes(text: str) -> bytes:
+    # arguments that are not UTF-8 reach Python with surrogates in them
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,14 +1,15 @@
 """A conversation: history, what is dropped when the context is full, and turns that can fail.
 
-It prints nothing and reads nothing; the command line and the server are written on top of it.
+The command line and the server are written on top of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 
-from flashmoe_gguf.completion import Completion, Summary
-from flashmoe_gguf.engine import Engine, Message, Sampling
+from flashmoe_gguf.chat.completion import Completion, Summary
+from flashmoe_gguf.chat.engine import Engine, Message, Sampling
 from flashmoe_gguf.errors import OptionError
 
 # An answer needs room. Below an eighth of the context, the oldest turns go until half of it is
@@ -38,10 +39,13 @@ class ChatSession:
     @property
     def messages(self) -> list[Message]:
         """The conversation: the system's words, then users' and assistants' in turn."""
+        return self._messages(self._turns)
+
+    def _messages(self, turns: Sequence[tuple[str, str]]) -> list[Message]:
         messages: list[Message] = []
         if self._system:
             messages.append({"role": "system", "content": self._system})
-        for question, answer in self._turns:
+        for question, answer in turns:
             messages.append({"role": "user", "content": question})
             messages.append({"role": "assistant", "content": answer})
         return messages
@@ -63,12 +67,7 @@ class ChatSession:
         when the model's template refuses the conversation.
         """
         tokens, dropped = self._fit(text)
-        if len(tokens) >= self._engine.n_ctx:
-            raise OptionError(
-                f"the message takes {len(tokens)} tokens with its template, "
-                f"the context holds {self._engine.n_ctx}",
-                "make it shorter, or start again with a larger --ctx",
-            )
+        del self._turns[:dropped]
         completion = Completion(
             self._engine,
             tokens,
@@ -79,20 +78,27 @@ class ChatSession:
         return Turn(self, text, completion, dropped)
 
     def _fit(self, text: str) -> tuple[list[int], int]:
+        """The prompt, and how many turns have to go for it."""
         n_ctx = self._engine.n_ctx
-        tokens = self._tokens(text)
+        tokens = self._tokens(text, 0)
         if len(tokens) <= n_ctx - n_ctx // _ROOM:
             return tokens, 0
         dropped = 0
-        while self._turns and len(tokens) > n_ctx // 2:
-            self._turns.pop(0)
+        while dropped < len(self._turns) and len(tokens) > n_ctx // 2:
             dropped += 1
-            tokens = self._tokens(text)
+            tokens = self._tokens(text, dropped)
+        if len(tokens) >= n_ctx:
+            raise OptionError(
+                f"the message takes {len(tokens)} tokens with its template, "
+                f"the context holds {n_ctx}",
+                "make it shorter, or start again with a larger --ctx",
+            )
         return tokens, dropped
 
-    def _tokens(self, text: str) -> list[int]:
+    def _tokens(self, text: str, dropped: int) -> list[int]:
         question = {"role": "user", "content": text}
-        return self._engine.tokenize(self._engine.render([*self.messages, question]))
+        messages = [*self._messages(self._turns[dropped:]), question]
+        return self._engine.tokenize(self._engine.render(messages))
 
     def _keep(self, question: str, answer: str) -> None:
         self._turns.append((question, answer))
@@ -113,14 +119,15 @@ class Turn:
         self.completion = completion
         self.dropped = dropped
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Generator[str, None, None]:
         answer = ""
-        for piece in self.completion.text():
-            # many tokenizers start an answer with a space
-            piece = piece if answer else piece.lstrip()
-            answer += piece
-            if piece:
-                yield piece
+        with closing(self.completion.text()) as pieces:
+            for piece in pieces:
+                # many tokenizers start an answer with a space
+                piece = piece if answer else piece.lstrip()
+                answer += piece
+                if piece:
+                    yield piece
         if answer or self.completion.summary().finish != "cancelled":
             self._session._keep(self._question, answer.rstrip())
 
@@ -131,4 +138,3 @@ class Turn:
     def summary(self) -> Summary:
         """What the answer took."""
         return self.completion.summary()
-

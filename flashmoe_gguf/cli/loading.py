@@ -1,0 +1,155 @@
+"""Loads the model of a command, ours or the stock one, with progress, and prints the plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flashmoe_gguf.budget import Plan
+from flashmoe_gguf.chat import LlamaEngine, grammar_from_json_schema
+from flashmoe_gguf.cli.interrupts import interrupt_flag
+from flashmoe_gguf.cli.options import DEFAULT_CTX, Choice, LoadOptions
+from flashmoe_gguf.cli.plan_text import plan_rows
+from flashmoe_gguf.cli.progress import Activity, State
+from flashmoe_gguf.cli.screen import Screen
+from flashmoe_gguf.errors import OptionError
+from flashmoe_gguf.store import Geometry, read_geometry
+
+_NO_VOCABULARY = ("no_vocab", "none")  # llama.cpp, src/llama-vocab.cpp
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready. `llm` is a `llama_cpp.Llama` on the library set that was asked for."""
+
+    llm: Any
+    engine: LlamaEngine
+    geometry: Geometry
+    options: LoadOptions
+
+    @property
+    def plan(self) -> Plan | None:
+        """How the budget is spent; None where nothing is streamed."""
+        plan: Plan | None = getattr(self.llm, "plan", None)
+        return plan
+
+
+@contextmanager
+def loaded(options: LoadOptions, screen: Screen, *, needs_text: bool) -> Iterator[Loaded]:
+    """The model, closed at the end. Raises what `flashmoe_gguf.Llama` raises, KeyboardInterrupt
+    when it is stopped, OptionError for a model that makes no text.
+    """
+    if options.verbose:
+        screen.is_terminal = False  # a bar and llama.cpp's log would write over each other
+    geometry = read_geometry(options.model)
+    _check_kind(geometry, needs_text)
+    n_ctx = _context(options, geometry, screen)
+    llm = _load(options, screen, n_ctx)
+    try:
+        if not options.verbose:
+            # what goes wrong from here on is told in our words
+            logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)
+        model = Loaded(llm, LlamaEngine(llm), geometry, options)
+        screen.rows(
+            plan_rows(
+                geometry,
+                streamed=options.stream,
+                plan=model.plan,
+                stats=model.engine.stats(),
+                settings=f"context {model.engine.n_ctx}, threads {options.n_threads}, "
+                f"batch {llm.n_batch}, ubatch {llm.context_params.n_ubatch}",
+            )
+        )
+        yield model
+    finally:
+        llm.close()
+
+
+def note_template(screen: Screen, model: Loaded) -> None:
+    """Says so when a model is chatted with in a template that it did not bring."""
+    if not model.engine.has_template:
+        screen.note("the model has no chat template, so it is chatted with in ChatML")
+
+
+def _check_kind(geometry: Geometry, needs_text: bool) -> None:
+    header = geometry.header
+    name = header.path.name
+    if header.get("attention.causal") is False:
+        raise OptionError(
+            f"{name}: this model makes embeddings, not text", "use it from Python: embedding=True"
+        )
+    if needs_text and header.metadata.get("tokenizer.ggml.model") in _NO_VOCABULARY:
+        raise OptionError(
+            f"{name}: this model has no vocabulary, so it takes and gives token ids only",
+            'give them with: flashmoe run MODEL --tokens "1,2,3"',
+        )
+
+
+def _context(options: LoadOptions, geometry: Geometry, screen: Screen) -> int:
+    trained = geometry.header.get("context_length")
+    own = trained if isinstance(trained, int) and trained > 0 else DEFAULT_CTX
+    if options.ctx is None:
+        return min(DEFAULT_CTX, own)
+    if options.ctx > own:
+        screen.note(f"the model was trained for {own} tokens of context, not {options.ctx}")
+    return options.ctx or own
+
+
+def _load(options: LoadOptions, screen: Screen, n_ctx: int) -> Any:
+    arguments: dict[str, Any] = {
+        "n_ctx": n_ctx,
+        "n_batch": options.n_batch,
+        "n_ubatch": min(options.ubatch, options.n_batch),
+        "n_threads": options.n_threads,
+        "n_threads_batch": options.n_threads,
+        "verbose": options.verbose,
+    }
+    done = [0.0]
+
+    def progress(fraction: float) -> None:
+        done[0] = fraction
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+
+    with (
+        interrupt_flag() as interrupted,
+        Activity(screen, "loading", lambda: _load_state(done[0])),
+    ):
+        if options.stream:
+            from flashmoe_gguf.llama import Llama
+
+            llm = Llama(
+                options.model,
+                ram=options.ram,
+                policy=options.policy,
+                io=options.io,
+                n_slots=options.n_slots,
+                progress=progress,
+                **arguments,
+            )
+        else:
+            from flashmoe_gguf.cli.stock import load_stock
+
+            llm = load_stock(options.model, progress, arguments)
+    if interrupted.is_set():
+        llm.close()
+        raise KeyboardInterrupt
+    return llm
+
+
+def _load_state(fraction: float) -> State:
+    return State(fraction, 1.0) if fraction < 1 else State(words="making the context")
+
+
+def prepare_grammar(choice: Choice, options: LoadOptions) -> Choice:
+    """A JSON schema becomes a grammar; before loading, as it may not parse."""
+    if choice.json_schema is None:
+        return choice
+    from flashmoe_gguf.libs import load_llama_cpp
+
+    load_llama_cpp("patched" if options.stream else "stock")
+    grammar = grammar_from_json_schema(choice.json_schema)
+    return replace(choice, sampling=replace(choice.sampling, grammar=grammar))

@@ -1,0 +1,295 @@
+"""Options that commands share, as frozen values and the decorators that fill them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+import psutil
+
+from flashmoe_gguf.chat import Sampling
+from flashmoe_gguf.errors import OptionError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DEFAULT_CTX = 4096
+DEFAULT_BATCH = 512
+
+MAX_THREADS = 512  # ggml.h: GGML_MAX_N_THREADS; more ends the process
+
+_STREAM_ONLY = ("ram", "policy", "io", "n_slots")
+
+
+class Finite(click.FloatRange):
+    """A number in a range; the sampler cannot do with "nan" and "inf", which floats may be."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load a model. `ctx` 0: the model's own; None: the same, DEFAULT_CTX at most."""
+
+    model: str
+    ram: str | None = None
+    policy: str = "auto"
+    io: str = "auto"
+    n_slots: int | None = None
+    stream: bool = True
+    ctx: int | None = None
+    threads: int | None = None
+    batch: int | None = None
+    ubatch: int = DEFAULT_BATCH
+    verbose: bool = False
+
+    @property
+    def n_threads(self) -> int:
+        """As asked for, or one per physical core that this process may use."""
+        return self.threads or default_threads()
+
+    @property
+    def n_batch(self) -> int:
+        """As asked for, or as small as a ubatch allows."""
+        return self.batch or max(DEFAULT_BATCH, self.ubatch)
+
+
+def default_threads() -> int:
+    """Physical cores that this process may run on, as llama.cpp's own tools choose."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    logical = allowed or os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or logical, logical))
+
+
+def load_options(command: F) -> F:
+    """MODEL and everything that says how to load it; the command gets `load: LoadOptions`."""
+    for option in reversed(
+        (
+            click.argument("model", type=click.Path()),
+            click.option(
+                "--ram",
+                metavar="SIZE",
+                help="Memory for the whole process, such as 8G or 900M: dense weights, context, "
+                "buffers and expert cache.",
+                show_default="what is available, less a tenth",
+            ),
+            click.option(
+                "-c",
+                "--ctx",
+                type=click.IntRange(0, 2**31 - 1),
+                metavar="N",
+                help="Tokens of context; 0: as many as the model was trained for.",
+                show_default=f"{DEFAULT_CTX}, or the model's own if that is less",
+            ),
+            click.option(
+                "-t",
+                "--threads",
+                type=click.IntRange(1, MAX_THREADS),
+                metavar="N",
+                help="Compute threads.",
+                show_default="one per physical core",
+            ),
+            click.option(
+                "-b",
+                "--batch",
+                type=click.IntRange(min=1),
+                metavar="N",
+                help="Prompt tokens handed to llama.cpp at once.",
+                show_default=f"{DEFAULT_BATCH}, or --ubatch if that is more",
+            ),
+            click.option(
+                "--ubatch",
+                type=click.IntRange(min=1),
+                metavar="N",
+                default=DEFAULT_BATCH,
+                help="Prompt tokens computed at once: more means fewer passes over the experts "
+                "and more memory.",
+            ),
+            click.option(
+                "--policy",
+                metavar="NAME",
+                default="auto",
+                help="Which expert leaves the cache: lru, dlfu or auto.",
+            ),
+            click.option(
+                "--io",
+                type=click.Choice(("auto", "direct", "buffered")),
+                default="auto",
+                help="How experts are read; auto is direct where the file system allows it.",
+            ),
+            click.option(
+                "--n-slots",
+                type=click.IntRange(min=0),
+                metavar="N",
+                help="Experts cached per layer, whatever --ram says; 0: none.",
+            ),
+            click.option(
+                "--no-stream",
+                is_flag=True,
+                help="Stock llama.cpp instead: its unchanged library with its default settings "
+                "(mmap), for comparison.",
+            ),
+            click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log as well."),
+        )
+    ):
+        command = option(command)
+    return _gather(command, "load", _make_load_options)
+
+
+def sampling_options(command: F) -> F:
+    """How tokens are chosen; the command gets `choice: Choice`."""
+    for option in reversed(
+        (
+            click.option(
+                "-n",
+                "--max-tokens",
+                type=click.IntRange(min=-1),
+                metavar="N",
+                default=-1,
+                help="Tokens of an answer at most; -1: until it ends or the context is full.",
+            ),
+            click.option(
+                "--temp",
+                type=Finite(min=0),
+                metavar="X",
+                default=0.8,
+                help="Temperature; 0: always the likeliest token.",
+            ),
+            click.option(
+                "--top-k",
+                type=click.IntRange(min=0),
+                metavar="N",
+                default=40,
+                help="Choose among the N likeliest tokens; 0: among all.",
+            ),
+            click.option(
+                "--top-p",
+                type=Finite(0, 1),
+                metavar="X",
+                default=0.95,
+                help="Choose among the likeliest tokens that make up this share of the "
+                "probability; 1: among all.",
+            ),
+            click.option(
+                "--min-p",
+                type=Finite(0, 1),
+                metavar="X",
+                default=0.05,
+                help="Drop tokens less likely than this share of the likeliest; 0: none.",
+            ),
+            click.option(
+                "--repeat-penalty",
+                type=Finite(min=0, min_open=True),
+                metavar="X",
+                default=1.0,
+                help="Penalise tokens among the last 64; 1: not at all.",
+            ),
+            click.option(
+                "-s",
+                "--seed",
+                type=click.IntRange(-1, 2**32 - 2),
+                metavar="N",
+                default=-1,
+                help="For the random choice; -1: another one each time.",
+            ),
+            click.option(
+                "--stop",
+                multiple=True,
+                metavar="TEXT",
+                help="End an answer before this text; can be given several times.",
+            ),
+            click.option(
+                "--grammar-file",
+                type=click.Path(exists=True, dir_okay=False),
+                metavar="FILE",
+                help="Answers follow this GBNF grammar.",
+            ),
+            click.option(
+                "--json-schema-file",
+                type=click.Path(exists=True, dir_okay=False),
+                metavar="FILE",
+                help="Answers are JSON that follows this schema.",
+            ),
+        )
+    ):
+        command = option(command)
+    return _gather(command, "choice", _make_choice)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Sampling as given on the command line; a JSON schema still has to become a grammar."""
+
+    sampling: Sampling
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    json_schema: str | None
+
+
+def _gather(command: F, name: str, make: Callable[[dict[str, Any]], Any]) -> F:
+    """Wraps a command so that `make` takes its options out and puts one value in."""
+
+    def wrapped(**options: Any) -> Any:
+        return command(**{name: make(options), **options})
+
+    for attribute in ("__name__", "__doc__", "__click_params__"):
+        if hasattr(command, attribute):
+            setattr(wrapped, attribute, getattr(command, attribute))
+    return wrapped  # type: ignore[return-value]
+
+
+def _make_load_options(options: dict[str, Any]) -> LoadOptions:
+    no_stream = options.pop("no_stream")
+    names = ("model", "ram", "policy", "io", "n_slots", "ctx", "threads", "batch", "ubatch")
+    values = {name: options.pop(name) for name in (*names, "verbose")}
+    load = LoadOptions(**values, stream=not no_stream)
+    if no_stream:
+        for name in _STREAM_ONLY:
+            if getattr(load, name) not in (None, "auto"):
+                flag = f"--{name.replace('_', '-')}"
+                raise click.UsageError(f"{flag} means nothing with --no-stream.")
+    if load.batch is not None and load.batch < load.ubatch != DEFAULT_BATCH:
+        raise click.UsageError("--ubatch is more than --batch.")
+    return load
+
+
+def _make_choice(options: dict[str, Any]) -> Choice:
+    grammar_file, schema_file = options.pop("grammar_file"), options.pop("json_schema_file")
+    if grammar_file and schema_file:
+        raise click.UsageError("--grammar-file and --json-schema-file exclude each other.")
+    seed, max_tokens = options.pop("seed"), options.pop("max_tokens")
+    sampling = Sampling(
+        temperature=options.pop("temp"),
+        top_k=options.pop("top_k"),
+        top_p=options.pop("top_p"),
+        min_p=options.pop("min_p"),
+        repeat_penalty=options.pop("repeat_penalty"),
+        seed=None if seed < 0 else seed,
+        grammar=read_text(grammar_file) if grammar_file else None,
+    )
+    return Choice(
+        sampling,
+        None if max_tokens < 0 else max_tokens,
+        options.pop("stop"),
+        read_text(schema_file) if schema_file else None,
+    )
+
+
+def read_text(path: str) -> str:
+    """A file's text, stdin's for "-"; raises OptionError for one that cannot be read."""
+    try:
+        with click.open_file(path, encoding="utf-8") as file:
+            return str(file.read())
+    except OSError as error:
+        raise OptionError(f"{path}: cannot read: {error.strerror}", "check the path") from None
+    except UnicodeDecodeError:
+        raise OptionError(f"{path}: this is not UTF-8 text", "convert it first") from None

@@ -1,0 +1,64 @@
+"""The effective plan as rows of text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashmoe_gguf.budget import Plan, format_size
+from flashmoe_gguf.cli.screen import Rows
+from flashmoe_gguf.gguf.cursor import shown
+from flashmoe_gguf.store import Geometry
+
+if TYPE_CHECKING:
+    from flashmoe_gguf.streaming import Stats
+
+
+def plan_rows(
+    geometry: Geometry,
+    *,
+    streamed: bool,
+    plan: Plan | None,
+    stats: Stats | None,
+    settings: str,
+) -> Rows:
+    """What was loaded, where memory goes, and how experts are read.
+
+    `streamed` is what was asked for; `plan` and `stats` are None for a model without experts.
+    """
+    size = sum(shard.size_bytes for shard in geometry.header.shards)
+    name = shown(geometry.header.path.name)
+    what = f"{name}, {shown(geometry.architecture)}, {format_size(size)}"
+    rows = [("model", what + _experts_text(geometry))]
+    if plan is not None and stats is not None:
+        fixed = plan.fixed
+        rows += [
+            (
+                "memory",
+                f"{format_size(plan.ram_bytes)} budget, {format_size(plan.total_bytes)} planned: "
+                f"dense {format_size(fixed.dense)}, context {format_size(fixed.context)}, "
+                f"ring {format_size(fixed.ring)}, process {format_size(fixed.process)}, "
+                f"reserve {format_size(fixed.reserve)}, experts {format_size(plan.slot_bytes)}",
+            ),
+            (
+                "cache",
+                f"{_slots_text(plan)} of {geometry.n_expert} experts per layer, "
+                f"{100 * plan.cached_share:.0f} % of their bytes; policy {stats.policy}, "
+                f"I/O {stats.io_mode}",
+            ),
+        ]
+    elif streamed:
+        rows.append(("cache", "none: no routed experts, so this is llama.cpp's usual way"))
+    else:
+        rows.append(("cache", "none: stock llama.cpp, mmap"))
+    return [*rows, ("run", settings)]
+
+
+def _experts_text(geometry: Geometry) -> str:
+    if not geometry.is_moe:
+        return ", no experts"
+    return f", {geometry.n_layer} layers, {geometry.n_expert} experts, top-{geometry.top_k}"
+
+
+def _slots_text(plan: Plan) -> str:
+    used = sorted({n for n in plan.slots})
+    return str(used[0]) if len(used) == 1 else f"{used[0]} to {used[-1]}" if used else "0"

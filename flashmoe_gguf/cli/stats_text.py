@@ -1,0 +1,49 @@
+"""The cache's counters as rows of text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashmoe_gguf.budget import format_size
+from flashmoe_gguf.cli.screen import Rows
+
+if TYPE_CHECKING:
+    from flashmoe_gguf.streaming import Stats
+
+
+def stats_rows(stats: Stats) -> Rows:
+    """What `/stats` shows: since the model was loaded."""
+    waits = f"{stats.waits} times, {stats.wait_seconds:.2f} s"
+    rows = [
+        ("tokens", f"{stats.tokens} computed"),
+        (
+            "hits",
+            f"{_share(stats.decode_hits, stats.decode_lookups)} in decode, "
+            f"{_share(stats.hits, stats.lookups)} in all",
+        ),
+        (
+            "read",
+            f"{format_size(stats.bytes_read)} in {stats.reads} requests, "
+            f"{format_size(stats.missed_bytes)} of it experts",
+        ),
+        ("waited", f"compute threads slept for experts {waits}"),
+        (
+            "cache",
+            f"{stats.inserted} experts came, {stats.evicted} left, "
+            f"{stats.bypassed} were used without being kept; policy {stats.policy}",
+        ),
+        (
+            "memory",
+            f"experts {format_size(stats.resident_bytes)} of {format_size(stats.slot_bytes)}, "
+            f"dense {format_size(stats.dense_bytes)}, ring {format_size(stats.ring_bytes)}, "
+            f"budget {format_size(stats.budget_bytes)}",
+        ),
+        ("I/O", stats.io_mode),
+    ]
+    if stats.failed_loads:
+        rows.append(("failed", f"{stats.failed_loads} reads"))
+    return rows
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -1,0 +1,65 @@
+"""The stock llama.cpp library with its default settings, for `--no-stream`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flashmoe_gguf.errors import ModelFileError
+from flashmoe_gguf.libs import load_llama_cpp
+
+_log_callback: Any = None
+
+
+def load_stock(model: str, progress: Callable[[float], None], arguments: dict[str, Any]) -> Any:
+    """A `llama_cpp.Llama` on the stock library set; `progress` may raise KeyboardInterrupt.
+
+    Raises ModelFileError, and LibraryError when the process has the patched set.
+    """
+    llama_cpp: Any = load_llama_cpp("stock")
+
+    def on_progress(fraction: float, _data: Any) -> bool:
+        try:
+            progress(fraction)
+        except KeyboardInterrupt:
+            return False  # llama.cpp stops loading; the caller looks at its flag
+        return True
+
+    callback = llama_cpp.llama_progress_callback(on_progress)
+    said: list[str] = []
+    if not arguments["verbose"]:
+        llama_cpp.llama_log_set(_collect_log(llama_cpp, said), None)
+
+    class Stock(llama_cpp.Llama):  # type: ignore[misc]
+        """llama_cpp.Llama with its defaults; it has no argument for a progress callback."""
+
+        @property
+        def model_params(self) -> Any:
+            return self._model_params
+
+        @model_params.setter
+        def model_params(self, params: Any) -> None:
+            params.progress_callback = callback
+            self._model_params = params
+
+    try:
+        return Stock(model, **arguments)
+    except ValueError as error:
+        progress(0.0)  # it may be that Ctrl-C ended the loading
+        causes = [line for line in said if "error loading model: " in line]
+        cause = causes[0].partition("error loading model: ")[2] if causes else str(error)
+        raise ModelFileError(
+            f"{Path(model).name}: {' '.join(cause.split())}", "--verbose shows llama.cpp's log"
+        ) from error
+
+
+def _collect_log(llama_cpp: Any, lines: list[str]) -> Any:
+    global _log_callback  # llama.cpp keeps only the pointer
+
+    def collect(_level: int, text: bytes, _data: Any) -> None:
+        lines.append(text.decode("utf-8", "replace"))
+        del lines[:-50]
+
+    _log_callback = llama_cpp.llama_log_callback(collect)
+    return _log_callback
