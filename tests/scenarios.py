@@ -159,22 +159,12 @@ def stock(
 
 
 def _run_stock(request: dict[str, Any]) -> dict[str, Logits]:
-    from flashmoe_gguf.libs import load_llama_cpp
+    from flashmoe_gguf.stock import plain_llama, without_repacking
 
-    llama_cpp = load_llama_cpp(request["libraries"])
-
-    class Plain(llama_cpp.Llama):  # type: ignore[misc,name-defined]
-        @property
-        def model_params(self) -> Any:
-            return self._params
-
-        @model_params.setter
-        def model_params(self, params: Any) -> None:
-            params.use_extra_bufts = False  # repacked weights give other low bits
-            self._params = params
+    plain = plain_llama(request["libraries"], without_repacking)
 
     def make() -> Any:
-        return Plain(request["model"], **context_options(request["n_threads"]))
+        return plain(request["model"], **context_options(request["n_threads"]))
 
     return {
         name: SCENARIOS[name](make, request["tokens"], request["n_greedy"])

@@ -22,7 +22,7 @@ RANKS = (
     ("libs", "gguf", "trace", "host"),
     ("_native",),
     ("store", "models"),
-    ("pack", "budget", "policy"),
+    ("pack", "budget", "policy", "stock"),
     ("streaming",),
     ("simulate", "llama", "train"),
     ("",),

@@ -53,21 +53,9 @@ def load(arm: Arm) -> Any:
         return Llama(
             arm.model, ram=arm.ram, n_slots=arm.n_slots, policy=arm.policy, io=arm.io, **options
         )
-    from flashmoe_gguf.libs import load_llama_cpp
+    from flashmoe_gguf.stock import plain_llama, without_repacking
 
-    llama_cpp: Any = load_llama_cpp("stock")
-
-    class Stock(llama_cpp.Llama):  # type: ignore[misc]
-        @property
-        def model_params(self) -> Any:
-            return self._params
-
-        @model_params.setter
-        def model_params(self, params: Any) -> None:
-            params.use_extra_bufts = False  # repacked experts do not fit, and have other low bits
-            self._params = params
-
-    return Stock(arm.model, **options)
+    return plain_llama("stock", without_repacking)(arm.model, **options)
 
 
 def run(arm: Arm) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def summary(name: str, rows: list[dict[str, Any]]) -> str:
         return f"{name:28} {failed[0]}"
 
     def median(key: str) -> float:
-        return statistics.median(r[key] for r in rows)
+        return float(statistics.median(r[key] for r in rows))
 
     hits = f"{median('hit_rate'):7.1%}" if "hit_rate" in rows[0] else "      -"
     spread = [r["decode_tok_s"] for r in rows]
@@ -117,12 +117,12 @@ def main(
             (_arm(base, f"streamed {p}, no limit", policy=p, n_slots=slots), None) for p in policies
         ]
     for limit in limits:
-        size = parse_size(limit)
+        limit_bytes = parse_size(limit)
         few = {"n_gen": n_stock, "n_warmup": 0} if n_stock else {}
-        arms.append((_arm(base, f"stock, {limit}", stream=False, **few), size))
+        arms.append((_arm(base, f"stock, {limit}", stream=False, **few), limit_bytes))
         for p in policies:
             name = f"streamed {p}, {limit}"
-            arms.append((_arm(base, name, policy=p, ram=size, n_slots=slots), size))
+            arms.append((_arm(base, name, policy=p, ram=limit_bytes, n_slots=slots), limit_bytes))
     rows = []
     for _ in range(rounds):
         for arm, size in arms:

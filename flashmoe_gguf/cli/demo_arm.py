@@ -184,23 +184,9 @@ def _load(request: Request) -> Any:
         from flashmoe_gguf.llama import Llama
 
         return Llama(request.model, n_slots=request.n_slots, **arguments)
-    from flashmoe_gguf.libs import load_llama_cpp
+    from flashmoe_gguf.stock import plain_llama, without_repacking
 
-    llama_cpp: Any = load_llama_cpp("stock")
-
-    class Plain(llama_cpp.Llama):  # type: ignore[misc]
-        """Without repacking of weights, which changes the last bits; ours has none either."""
-
-        @property
-        def model_params(self) -> Any:
-            return self._model_params
-
-        @model_params.setter
-        def model_params(self, params: Any) -> None:
-            params.use_extra_bufts = False
-            self._model_params = params
-
-    return Plain(request.model, **arguments)
+    return plain_llama("stock", without_repacking)(request.model, **arguments)
 
 
 def peak_memory(status: Path = Path("/proc/self/status")) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from flashmoe_gguf.errors import ModelFileError
 from flashmoe_gguf.libs import load_llama_cpp
+from flashmoe_gguf.stock import plain_llama
 
 _log_callback: Any = None
 
@@ -31,20 +32,11 @@ def load_stock(model: str, progress: Callable[[float], None], arguments: dict[st
     if not arguments["verbose"]:
         llama_cpp.llama_log_set(_collect_log(llama_cpp, said), None)
 
-    class Stock(llama_cpp.Llama):  # type: ignore[misc]
-        """llama_cpp.Llama with its defaults; it has no argument for a progress callback."""
-
-        @property
-        def model_params(self) -> Any:
-            return self._model_params
-
-        @model_params.setter
-        def model_params(self, params: Any) -> None:
-            params.progress_callback = callback
-            self._model_params = params
+    def adjust(params: Any) -> None:
+        params.progress_callback = callback
 
     try:
-        return Stock(model, **arguments)
+        return plain_llama("stock", adjust)(model, **arguments)
     except ValueError as error:
         progress(0.0)  # it may be that Ctrl-C ended the loading
         causes = [line for line in said if "error loading model: " in line]
