@@ -12,8 +12,8 @@
 #include "stream.h"
 
 #include "ggml-backend-impl.h"
-#include "ggml-cpu.h"
-#include "llama.h"
+#include "ggml-cpu-experts.h"
+#include "llama-tensor-source.h"
 
 /* The loader keeps one of these per model; ggml asks it for the buffer. */
 struct source {

@@ -148,7 +148,7 @@ def test_buffered_and_direct_reads_give_the_same(model: Path) -> None:
     assert (rows[0] == rows[1]).all()
 
 
-def test_other_libraries_are_refused() -> None:
+def test_other_libraries_are_refused(tmp_path: Path) -> None:
     """llama_cpp can load only one set of libraries per process."""
     program = (
         "from flashmoe_gguf.libs import load_llama_cpp\n"
@@ -160,7 +160,7 @@ def test_other_libraries_are_refused() -> None:
         "    print(error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert "llama_cpp was imported before with the libraries in" in done.stdout
 
