@@ -147,8 +147,13 @@ def stock(
         "n_threads": n_threads,
         "libraries": libraries,
     }
+    return child(out, "scenarios", request)
+
+
+def child(out: Path, what: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Runs one of this file's programs in a child process on unstreamed libraries."""
     done = subprocess.run(
-        [sys.executable, str(Path(__file__)), str(out)],
+        [sys.executable, str(Path(__file__)), str(out), what],
         input=json.dumps(request).encode(),
         capture_output=True,
         check=False,
@@ -172,6 +177,18 @@ def _run_stock(request: dict[str, Any]) -> dict[str, Logits]:
     }
 
 
+def _run_embeddings(request: dict[str, Any]) -> dict[str, Any]:
+    from flashmoe_gguf.stock import plain_llama, without_repacking
+
+    options = context_options(request["n_threads"])
+    llm = plain_llama("stock", without_repacking)(request["model"], embedding=True, **options)
+    rows = [np.asarray(llm.embed(text), np.float64).ravel() for text in request["texts"]]
+    llm.close()
+    return {"embeddings": np.concatenate(rows)}
+
+
+PROGRAMS = {"scenarios": _run_stock, "embeddings": _run_embeddings}
+
 if __name__ == "__main__":
-    arrays: dict[str, Any] = _run_stock(json.load(sys.stdin))
+    arrays: dict[str, Any] = PROGRAMS[sys.argv[2]](json.load(sys.stdin))
     np.savez(sys.argv[1], **arrays)
