@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -26,6 +26,7 @@ SYSTEM = (
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 )
 _WAVE = 50  # sequences decoded together: enough to amortise reading the weights
+_PROMPT_GROUP = 10
 _BATCH_TOKENS = 2048
 _SEQUENCE_TOKENS = 160  # cells per sequence: the longest prompt and its answer
 _THREADS = 2
@@ -129,6 +130,7 @@ class _Decoder:
     def answer(
         self, questions: Sequence[str], n_answer: int, progress: Callable[[float], None]
     ) -> Text:
+        progress(0.0)
         prefix = self._tokenize(SYSTEM)
         self._decode([_Item(token, i, _WAVE, False) for i, token in enumerate(prefix)])
         done: list[tuple[int, ...]] = []
@@ -145,28 +147,31 @@ class _Decoder:
             done += map(tuple, sequences)
         return Text(prefix=tuple(prefix), sequences=tuple(done))
 
-    def _extend(self, sequences: list[list[int]], start: int, n_answer: int) -> Any:
-        """Appends up to `n_answer` tokens to each sequence; yields the number of steps done."""
+    def _extend(self, sequences: list[list[int]], start: int, n_answer: int) -> Iterator[int]:
+        """Appends up to `n_answer` tokens to each sequence; yields often, the steps done so far."""
         live = list(range(len(sequences)))
         for step in range(n_answer):
-            items = []
-            for index in live:
-                tokens = sequences[index]
-                first = 0 if step == 0 else len(tokens) - 1
-                items += [
-                    _Item(tokens[i], start + i, index, i == len(tokens) - 1)
-                    for i in range(first, len(tokens))
-                ]
-            chosen = self._decode(items)
-            for index, token in zip(live, chosen, strict=True):
-                sequences[index].append(token)
-            # The end token stays: the split model has to stop where the dense one does.
-            live = [
-                index
-                for index, token in zip(live, chosen, strict=True)
-                if not self._api.llama_vocab_is_eog(self._vocab, token)
-            ]
-            yield step + 1
+            going = []
+            # Whole prompts go in groups, so that there is progress to report between them.
+            group = _PROMPT_GROUP if step == 0 else _WAVE
+            for begin in range(0, len(live), group):
+                indices = live[begin : begin + group]
+                items = []
+                for index in indices:
+                    tokens = sequences[index]
+                    last = len(tokens) - 1
+                    first = 0 if step == 0 else last
+                    items += [
+                        _Item(tokens[i], start + i, index, i == last)
+                        for i in range(first, last + 1)
+                    ]
+                for index, token in zip(indices, self._decode(items), strict=True):
+                    # The end token stays: the split model has to stop where the dense one does.
+                    sequences[index].append(token)
+                    if not self._api.llama_vocab_is_eog(self._vocab, token):
+                        going.append(index)
+                yield step
+            live = going
             if not live:
                 return
 
