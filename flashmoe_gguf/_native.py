@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import cffi
+import numpy as np
+import numpy.typing as npt
 
 from flashmoe_gguf.errors import BudgetError, FlashMoEError, LibraryError, OptionError
 from flashmoe_gguf.libs import library_dir, load_llama_cpp
 
 IO_MODES = ("auto", "direct", "buffered")
+VERIFY_MODES = ("first", "always", "off")
 
 _NO_MEMORY = 2
+_CORRUPT = 5
 
 
 @functools.cache
@@ -47,13 +51,16 @@ def policy_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LatchedError:
-    """The first failed load since it was last asked for. -1: not known. `errno` 0: short read."""
+    """The first failed load since it was last asked for. -1: not known. `errno` 0: short read, or
+    `corrupt`: the bytes do not match their checksum.
+    """
 
     file: int
     layer: int
     expert: int
     tensor: str
     errno: int
+    corrupt: bool
     count: int
 
 
@@ -80,13 +87,19 @@ class NativeStream:
     The model has to be freed before `close()`.
     """
 
-    def __init__(self, *, io: str, n_workers: int, n_ring: int, request_bytes: int) -> None:
+    def __init__(
+        self, *, io: str, n_workers: int, n_ring: int, request_bytes: int, verify: str = "first"
+    ) -> None:
+        if verify not in VERIFY_MODES:
+            modes = ", ".join(VERIFY_MODES)
+            raise OptionError(f"there is no way to verify called '{verify}'", f"one of {modes}")
         if io not in IO_MODES:
             raise OptionError(f"there is no I/O mode '{io}'", f"one of {', '.join(IO_MODES)}")
         self._ffi, self._lib = _library()
         self._closing = threading.Lock()
         options = self._ffi.new(
-            "struct fm_options *", (IO_MODES.index(io), n_workers, n_ring, request_bytes)
+            "struct fm_options *",
+            (IO_MODES.index(io), n_workers, n_ring, request_bytes, VERIFY_MODES.index(verify)),
         )
         self._stream = self._lib.fm_stream_new(options)
         if self._stream == self._ffi.NULL:
@@ -118,14 +131,32 @@ class NativeStream:
         return self._index(self._lib.fm_stream_add_group(self._stream, layer, family, n_expert))
 
     def add_part(
-        self, group: int, tensor: str, *, file: int, offset: int, expert_bytes: int
+        self,
+        group: int,
+        tensor: str,
+        *,
+        file: int,
+        offset: int,
+        expert_bytes: int,
+        stride: int,
+        description: tuple[int, int, int] | None = None,
+        sums: npt.NDArray[np.uint64] | None = None,
     ) -> int:
-        """Adds one weight tensor of a group: expert e lies at `offset + e * expert_bytes`."""
-        return self._index(
-            self._lib.fm_stream_add_part(
-                self._stream, group, tensor.encode(), file, offset, expert_bytes
-            )
+        """Adds one weight tensor of a group: expert e lies at `offset + e * stride`.
+
+        `description`: ggml type, row length and rows, when the file does not describe the tensor
+        to llama.cpp. `sums` [n_expert]: XXH3-64 of each expert's bytes, to check against.
+        """
+        ggml_type, ne0, ne1 = description or (-1, 0, 0)
+        name = self._ffi.new("char[]", tensor.encode())
+        numbers = self._ffi.NULL
+        if sums is not None:
+            numbers = self._ffi.new("uint64_t[]", sums.tolist())
+        part = self._ffi.new(
+            "struct fm_part *",
+            (name, file, offset, expert_bytes, stride, numbers, ggml_type, ne0, ne1),
         )
+        return self._index(self._lib.fm_stream_add_part(self._stream, group, part))
 
     def slot_bytes(self, group: int) -> int:
         """Bytes that one slot of this group takes."""
@@ -188,6 +219,7 @@ class NativeStream:
             expert=error.expert,
             tensor=self._ffi.string(error.tensor).decode("utf-8", "replace"),
             errno=error.sys_errno,
+            corrupt=error.status == _CORRUPT,
             count=error.count,
         )
 

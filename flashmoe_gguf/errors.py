@@ -30,6 +30,10 @@ class UnsupportedModelError(FlashMoEError):
     """A well-formed model that this llama.cpp cannot run, such as an unknown architecture."""
 
 
+class PackError(FlashMoEError):
+    """A packed file cannot be made or unpacked here: disk full, read-only, in the way, too new."""
+
+
 class BudgetError(FlashMoEError):
     """The memory budget is below what the model needs at the least."""
 
@@ -45,17 +49,30 @@ class LibraryError(FlashMoEError):
 class ExpertReadError(FlashMoEError):
     """An expert's bytes could not be read while decoding; no token was made from them.
 
-    `errno` is the operating system's error number, or 0 for a short read. `expert` is -1 when all
+    `errno` is the operating system's error number, or 0 for a short read and when `corrupt`: the
+    bytes of a packed file do not match their checksum. `expert` is -1 when all
     of a tensor was asked for.
     """
 
-    def __init__(self, *, file: str, layer: int, expert: int, tensor: str, errno: int) -> None:
+    def __init__(
+        self,
+        *,
+        file: str,
+        layer: int,
+        expert: int,
+        tensor: str,
+        errno: int,
+        corrupt: bool = False,
+    ) -> None:
         self.file = file
         self.layer = layer
         self.expert = expert
         self.tensor = tensor
         self.errno = errno
+        self.corrupt = corrupt
         cause = os.strerror(errno) if errno else "the file ended early"
+        if corrupt:
+            cause = "its checksum does not match"
         what = f"expert {expert}" if expert >= 0 else "the experts"
         super().__init__(
             f"cannot read {what} of layer {layer} ({tensor}) from {file}: {cause}",

@@ -68,6 +68,7 @@ class _Options(NamedTuple):
     io: str
     n_slots: int | None
     stream: bool
+    verify: str
 
 
 class _Eval(NamedTuple):
@@ -88,7 +89,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     - policy: who leaves the cache, "lru", "dlfu" or "auto".
     - io: "direct", "buffered" or "auto" (direct where the file system allows it).
     - n_slots: experts cached per layer, instead of what the budget allows. 0: nothing is cached.
-    - stream: False loads the model as llama_cpp does.
+    - stream: False loads the model as llama_cpp does, which cannot load a packed file.
+    - verify: of a packed file, check each expert's checksum when it is read "first", "always",
+      or "off".
     - progress: called with 0..1 while dense weights load; what it raises ends the loading.
 
     A model without routed experts is loaded as llama_cpp does; `is_streamed` says which it was.
@@ -109,6 +112,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         io: str = "auto",
         n_slots: int | None = None,
         stream: bool = True,
+        verify: str = "first",
         progress: Progress | None = None,
         **kwargs: Any,
     ) -> None:
@@ -118,7 +122,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         self._running: _Eval | None = None
         self._parts_per_pass = 0
         self._plan: Plan | None = None
-        self._options = _Options(ram, policy, io, n_slots, stream)
+        self._options = _Options(ram, policy, io, n_slots, stream, verify)
         self.geometry: Geometry = read_geometry(model_path)
         if stream and self.geometry.is_moe and not kwargs.get("vocab_only"):
             self._load_streamed(str(model_path), kwargs)
@@ -138,10 +142,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
 
     def _load_streamed(self, model_path: str, kwargs: dict[str, Any]) -> None:
         _refuse(kwargs)
-        ram, policy, io, n_slots, _ = self._options
+        ram, policy, io, n_slots, _, verify = self._options
         ram_bytes = parse_size(ram) if ram is not None else default_budget().limit_bytes
         process_bytes, _ = process_memory()
-        self._experts = ExpertStream(self.geometry, io=io, policy=policy)
+        self._experts = ExpertStream(self.geometry, io=io, policy=policy, verify=verify)
         fixed = Fixed(
             process=process_bytes,
             dense=self.geometry.dense_bytes,

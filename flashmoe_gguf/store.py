@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from flashmoe_gguf.errors import ModelFileError
 from flashmoe_gguf.gguf import Header, TensorInfo, read_header
 from flashmoe_gguf.gguf.cursor import shown
+from flashmoe_gguf.packed import PREFIX, Located, PackedInfo, read_packed
 
 # In the order in which the graph uses them, so the order in which they are read.
 ROLES = ("up", "gate_up", "gate", "down")
@@ -35,7 +36,7 @@ _EXPERT_NAME = re.compile(
 class Part:
     """One weight matrix of every expert of a group.
 
-    Expert e is `expert_bytes` long and lies at `offset + e * expert_bytes` of the file
+    Expert e is `expert_bytes` long and lies at `offset + e * stride` of the file
     `header.shards[shard].path`. `shape` is [row length, rows, experts].
     """
 
@@ -47,6 +48,7 @@ class Part:
     shard: int
     offset: int
     expert_bytes: int
+    stride: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Group:
 class Geometry:
     """A model's experts. `n_layer` counts all blocks in the file, the last `n_nextn` of which
     predict further tokens (MTP) and take no part in plain decoding. `top_k` is the largest of
-    `layer_top_k`, which has one entry per block. A model without experts has no groups.
+    `layer_top_k`, which has one entry per block. A model without experts has no groups. A packed
+    file has the geometry of its source, at its own offsets, and `packed`.
     """
 
     header: Header
@@ -84,6 +87,7 @@ class Geometry:
     groups: tuple[Group, ...]
     dense_bytes: int
     expert_bytes: int
+    packed: PackedInfo | None = None
 
     @property
     def is_moe(self) -> bool:
@@ -113,14 +117,20 @@ def read_geometry(path: str | os.PathLike[str]) -> Geometry:
     architecture = header.architecture
     n_layer = _count(header, "block_count", range(1, _MAX_LAYERS + 1))
     n_nextn = _count(header, "nextn_predict_layers", range(n_layer + 1), default=0)
-    experts = [(m, t) for t in header.tensors if (m := _match(t))]
+    packed = read_packed(header)
+    plain = [t for t in header.tensors if packed is None or not t.name.startswith(PREFIX)]
+    located = packed.parts if packed else tuple(_in_place(t) for t in plain if _match(t))
+    experts = [(m, t) for t in located if (m := _match(t.tensor))]
+    if len(experts) != len(located):
+        raise _error(header, "it packs a tensor that is no routed expert weight")
     n_expert, layer_top_k = 0, (0,) * n_layer
     if experts:
         n_expert = _count(header, "expert_count", range(1, _MAX_EXPERTS + 1))
         layer_top_k = _layer_top_k(header, n_layer, n_expert)
         _check_expert_groups(header, n_expert)
     groups = _groups(header, experts, n_layer)
-    expert_bytes = sum(t.nbytes for _, t in experts)
+    expert_bytes = sum(t.tensor.nbytes for _, t in experts)
+    dense_bytes = sum(t.nbytes for t in plain) - (0 if packed else expert_bytes)
     return Geometry(
         header=header,
         architecture=architecture,
@@ -130,14 +140,20 @@ def read_geometry(path: str | os.PathLike[str]) -> Geometry:
         top_k=max(layer_top_k),
         layer_top_k=layer_top_k,
         groups=groups,
-        dense_bytes=sum(t.nbytes for t in header.tensors) - expert_bytes,
+        dense_bytes=dense_bytes,
         expert_bytes=expert_bytes,
+        packed=packed,
     )
 
 
 def _error(header: Header, what: str) -> ModelFileError:
     hint = "the file is damaged, or made by a faulty tool"
     return ModelFileError(f"{shown(header.path)}: {what}", hint)
+
+
+def _in_place(tensor: TensorInfo) -> Located:
+    """An expert tensor of a stock file: one expert after the other."""
+    return Located(tensor, tensor.nbytes // tensor.shape[2])
 
 
 def _match(tensor: TensorInfo) -> re.Match[str] | None:
@@ -189,10 +205,11 @@ def _check_expert_groups(header: Header, n_expert: int) -> None:
 
 
 def _groups(
-    header: Header, experts: Iterable[tuple[re.Match[str], TensorInfo]], n_layer: int
+    header: Header, experts: Iterable[tuple[re.Match[str], Located]], n_layer: int
 ) -> tuple[Group, ...]:
     found: dict[tuple[int, str], dict[str, Part]] = {}
-    for match, tensor in experts:
+    for match, located in experts:
+        tensor = located.tensor
         layer = int(match["layer"])
         if layer >= n_layer:
             raise _error(header, f"{tensor.name} is beyond the model's {n_layer} layers")
@@ -205,6 +222,7 @@ def _groups(
             shard=tensor.shard,
             offset=tensor.offset,
             expert_bytes=tensor.nbytes // tensor.shape[2],
+            stride=located.stride,
         )
         found.setdefault((layer, match["family"]), {})[part.role] = part
     groups = []

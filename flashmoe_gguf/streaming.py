@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import numpy as np
+import numpy.typing as npt
+
 from flashmoe_gguf._native import GroupCounts, NativeStream, policy_names
 from flashmoe_gguf.budget import GroupCost
 from flashmoe_gguf.errors import ExpertReadError, FlashMoEError, OptionError
@@ -53,6 +56,7 @@ class Stats:
     waits: int
     wait_seconds: float
     failed_loads: int
+    verified: int
 
     @property
     def misses(self) -> int:
@@ -89,20 +93,39 @@ def choose_policy(name: str) -> str:
     return name
 
 
+def read_sums(geometry: Geometry) -> dict[str, npt.NDArray[np.uint64]]:
+    """The checksums of a packed file by tensor, each [n_expert]."""
+    packed = geometry.packed
+    assert packed is not None
+    counts = [part.tensor.shape[2] for part in packed.parts]
+    with open(geometry.header.shards[0].path, "rb") as file:
+        file.seek(packed.sums_offset)
+        sums = np.frombuffer(file.read(8 * sum(counts)), "<u8")
+    ends = np.cumsum(counts)
+    return {
+        part.tensor.name: sums[end - n : end]
+        for part, n, end in zip(packed.parts, counts, ends, strict=True)
+    }
+
+
 class ExpertStream:
     """The experts of one model: owns the native stream and knows what its indices mean.
 
     `close()` comes after the model is gone.
     """
 
-    def __init__(self, geometry: Geometry, *, io: str, policy: str) -> None:
+    def __init__(self, geometry: Geometry, *, io: str, policy: str, verify: str = "first") -> None:
         self.geometry = geometry
         self.policy = choose_policy(policy)
         self._budget_bytes = 0
         self._slots: tuple[int, ...] = ()
         n_ring = max(4, min(64, RING_BYTES // max(geometry.max_part_bytes, 1)))
         self.native = NativeStream(
-            io=io, n_workers=N_WORKERS, n_ring=n_ring, request_bytes=REQUEST_BYTES
+            io=io,
+            n_workers=N_WORKERS,
+            n_ring=n_ring,
+            request_bytes=REQUEST_BYTES,
+            verify=verify,
         )
         try:
             self._describe()
@@ -112,6 +135,8 @@ class ExpertStream:
             raise
 
     def _describe(self) -> None:
+        packed = self.geometry.packed is not None
+        sums = read_sums(self.geometry) if packed else {}
         shards = [self.native.add_file(shard.path) for shard in self.geometry.header.shards]
         for group in self.geometry.groups:
             index = self.native.add_group(group.layer, FAMILIES.index(group.family), group.n_expert)
@@ -122,6 +147,9 @@ class ExpertStream:
                     file=shards[part.shard],
                     offset=part.offset,
                     expert_bytes=part.expert_bytes,
+                    stride=part.stride,
+                    description=(part.ggml_type, part.shape[0], part.shape[1]) if packed else None,
+                    sums=sums.get(part.tensor),
                 )
 
     def costs(self) -> list[GroupCost]:
@@ -154,6 +182,7 @@ class ExpertStream:
             expert=error.expert,
             tensor=error.tensor,
             errno=error.errno,
+            corrupt=error.corrupt,
         )
 
     def stats(self) -> Stats:

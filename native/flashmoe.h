@@ -19,12 +19,19 @@ enum fm_status {
     FM_NO_MEMORY = 2,
     FM_IO_ERROR = 3,
     FM_BAD_STATE = 4,
+    FM_CORRUPT = 5, /* bytes that do not match their checksum */
 };
 
 enum fm_io_mode {
     FM_IO_AUTO = 0,     /* direct where the file system allows it, else buffered */
     FM_IO_DIRECT = 1,   /* direct or fail */
     FM_IO_BUFFERED = 2, /* through the page cache */
+};
+
+enum fm_verify {
+    FM_VERIFY_FIRST = 0, /* check each part when it is read for the first time */
+    FM_VERIFY_ALWAYS = 1,
+    FM_VERIFY_OFF = 2,
 };
 
 typedef struct fm_stream fm_stream;
@@ -34,6 +41,7 @@ struct fm_options {
     int32_t n_workers;     /* reading threads; 0: nothing is read until fm_pump (tests) */
     int32_t n_ring;        /* ring buffers, at least 2 */
     uint32_t request_bytes; /* one read at most; a multiple of 4096 */
+    int32_t verify;        /* enum fm_verify */
 };
 
 /* The first error since it was last taken. Layer, expert: -1 when not known. */
@@ -68,6 +76,7 @@ struct fm_stats {
     uint64_t waits;           /* times a thread slept for an expert */
     uint64_t wait_ns;         /* time asleep, divided by the threads of the operation */
     uint64_t failed_loads;
+    uint64_t verified;        /* loads that were checked against their checksum */
     uint64_t slot_bytes;      /* memory reserved for slots */
     uint64_t resident_bytes;  /* of which hold an expert */
     uint64_t ring_bytes;
@@ -88,6 +97,19 @@ struct fm_group_stats {
     uint64_t evicted;
 };
 
+/* One weight tensor of a group. Expert e lies at offset + e * stride of the file. */
+struct fm_part {
+    const char *tensor;
+    int32_t file;
+    uint64_t offset;
+    uint64_t expert_bytes;
+    uint64_t stride;
+    const uint64_t *sums; /* [n_expert] XXH3-64 of each expert's bytes; NULL: nothing to check against */
+    int32_t type;         /* ggml type, when the file does not describe the tensor to llama.cpp; else -1 */
+    int64_t ne0;          /* then also row length and rows */
+    int64_t ne1;
+};
+
 const char *fm_last_message(void);
 
 /* Names of the eviction policies, by index; NULL past the end. */
@@ -97,8 +119,7 @@ const char *fm_policy_name(int32_t index);
 fm_stream *fm_stream_new(const struct fm_options *options);
 int32_t fm_stream_add_file(fm_stream *stream, const char *path);
 int32_t fm_stream_add_group(fm_stream *stream, int32_t layer, int32_t family, int32_t n_expert);
-int32_t fm_stream_add_part(fm_stream *stream, int32_t group, const char *tensor, int32_t file,
-                           uint64_t offset, uint64_t expert_bytes);
+int32_t fm_stream_add_part(fm_stream *stream, int32_t group, const struct fm_part *part);
 
 /* Bytes that one slot of this group takes; bytes of the whole ring. */
 uint64_t fm_stream_slot_bytes(const fm_stream *stream, int32_t group);

@@ -116,6 +116,23 @@ static void buffer_set(ggml_backend_buffer_t buffer, struct ggml_tensor *tensor,
     (void)buffer, (void)tensor, (void)data, (void)offset, (void)size;
 }
 
+/* Bytes [offset, offset + size) of the tensor, which lie in pieces when experts have a stride of their own. */
+static int read_bytes(fm_stream *stream, const struct part *part, uint8_t *data, size_t offset, size_t size) {
+    while (size > 0) {
+        const size_t expert = offset / part->expert_bytes;
+        const size_t within = offset % part->expert_bytes;
+        const size_t n = size < part->expert_bytes - within ? size : part->expert_bytes - within;
+        const int error = fm_io_read_now(stream->io, part->file, data, n, part->offset + expert * part->stride + within);
+        if (error != 0) {
+            return error;
+        }
+        data += n;
+        offset += n;
+        size -= n;
+    }
+    return 0;
+}
+
 /* Whoever wants the bytes outside MUL_MAT_ID gets them from the file. */
 static void buffer_get(ggml_backend_buffer_t buffer, const struct ggml_tensor *tensor, void *data, size_t offset, size_t size) {
     struct source *source = buffer->context;
@@ -127,7 +144,7 @@ static void buffer_get(ggml_backend_buffer_t buffer, const struct ggml_tensor *t
         const struct part *part = &stream->groups[range->group].parts[range->part];
         whole.group = range->group;
         whole.part = range->part;
-        error = fm_io_read_now(stream->io, part->file, data, size, part->offset + offset);
+        error = read_bytes(stream, part, data, offset, size);
     }
     if (error != 0) {
         memset(data, 0, size);
@@ -169,12 +186,44 @@ static size_t alignment(ggml_backend_buffer_type_t type) {
     return 64;
 }
 
-static ggml_backend_buffer_type_t source_for(const struct ggml_tensor *tensor, void *user_data) {
+static ggml_backend_buffer_type_t place(const struct ggml_tensor *tensor, void *user_data) {
     struct source *source = user_data;
     int32_t group;
     int32_t part;
     return find_part(source->stream, tensor->name, &group, &part) ? &source->type : NULL;
 }
+
+/* The i-th part that its file does not describe. */
+static bool describe(int i, struct llama_tensor_description *description, void *user_data) {
+    const fm_stream *stream = ((const struct source *)user_data)->stream;
+    for (int32_t g = 0; g < stream->n_groups; g++) {
+        const struct group *group = &stream->groups[g];
+        for (int32_t p = 0; p < group->n_parts; p++) {
+            const struct part *part = &group->parts[p];
+            if (part->type >= 0 && i-- == 0) {
+                description->name = part->tensor;
+                description->type = (enum ggml_type)part->type;
+                description->ne[0] = part->ne0;
+                description->ne[1] = part->ne1;
+                description->ne[2] = group->n_expert;
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* The tensors that a packed file brings besides the model's. */
+static bool hides(const char *name, void *user_data) {
+    (void)user_data;
+    return strncmp(name, "flashmoe.", strlen("flashmoe.")) == 0;
+}
+
+static const struct llama_tensor_source tensor_source = {
+    .place = place,
+    .describe = describe,
+    .hides = hides,
+};
 
 static void *begin(const struct ggml_tensor *dst, const int64_t *n_rows, int n_threads, int32_t *order) {
     const struct ggml_tensor *weights = dst->src[0];
@@ -224,6 +273,6 @@ int32_t fm_hooks_attach(fm_stream *stream) {
     attached->type.iface.get_name = type_name;
     attached->type.iface.alloc_buffer = alloc_buffer;
     attached->type.iface.get_alignment = alignment;
-    llama_set_tensor_source(source_for, attached);
+    llama_set_tensor_source(&tensor_source, attached);
     return FM_OK;
 }

@@ -26,8 +26,9 @@ struct fm_io_counters {
     int files_buffered;
 };
 
-/* Called once per request, from a worker. error: 0, a positive errno, or FM_IO_SHORT. */
-enum { FM_IO_SHORT = -1 };
+/* Called once per request, from a worker. error: 0, a positive errno, or FM_IO_SHORT (FM_IO_CORRUPT
+ * is the caller's, who knows the checksums). */
+enum { FM_IO_SHORT = -1, FM_IO_CORRUPT = -2 };
 typedef void (*fm_io_done)(void *owner, int error);
 
 struct fm_io *fm_io_new(int mode, int n_workers, fm_io_done done);

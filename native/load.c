@@ -40,7 +40,7 @@ static void finish(struct load *load) {
     struct fm_stream *stream = load->stream;
     const bool unwanted = load->ring != NULL && load->ring->draining;
     if (load->error != 0 && !unwanted) {
-        fm_load_latch(stream, load, FM_IO_ERROR, load->error);
+        fm_load_latch(stream, load, load->error == FM_IO_CORRUPT ? FM_CORRUPT : FM_IO_ERROR, load->error);
     }
     set_state(load, load->error != 0 ? LOAD_FAILED : LOAD_READY);
     if (unwanted) {
@@ -49,12 +49,39 @@ static void finish(struct load *load) {
     fm_load_wake(stream);
 }
 
+/* Has everything arrived, and is there something to check it against? */
+static bool wants_check(const struct load *load) {
+    const struct part *part = &load->stream->groups[load->group].parts[load->part];
+    const int32_t mode = load->stream->options.verify;
+    const bool unwanted = load->ring != NULL && load->ring->draining;
+    return load->error == 0 && part->sums != NULL && !unwanted &&
+           (mode == FM_VERIFY_ALWAYS || (mode == FM_VERIFY_FIRST && !part->verified[load->expert]));
+}
+
+/* Hashes without the lock: the load is still pending, so nobody else touches it. */
+static void check(struct load *load) {
+    struct fm_stream *stream = load->stream;
+    const struct part *part = &stream->groups[load->group].parts[load->part];
+    pthread_mutex_unlock(&stream->lock);
+    const bool good = fm_checksum(load->data, part->expert_bytes) == part->sums[load->expert];
+    pthread_mutex_lock(&stream->lock);
+    stream->stats.verified++;
+    if (good) {
+        part->verified[load->expert] = 1;
+    } else {
+        load->error = FM_IO_CORRUPT;
+    }
+}
+
 void fm_load_ended(void *owner, int error) {
     struct load *load = owner;
     struct fm_stream *stream = load->stream;
     pthread_mutex_lock(&stream->lock);
     if (load->error == 0) {
         load->error = error;
+    }
+    if (load->pending == 1 && wants_check(load)) {
+        check(load);
     }
     if (--load->pending == 0) {
         finish(load);
@@ -65,7 +92,7 @@ void fm_load_ended(void *owner, int error) {
 void fm_load_start(struct load *load, int32_t group, int32_t part, int32_t expert, enum fm_priority priority) {
     struct fm_stream *stream = load->stream;
     const struct part *p = &stream->groups[group].parts[part];
-    const uint64_t begin = p->offset + (uint64_t)expert * p->expert_bytes;
+    const uint64_t begin = p->offset + (uint64_t)expert * p->stride;
     const uint64_t end = begin + p->expert_bytes;
     const uint64_t first = begin & ~(uint64_t)(FM_IO_ALIGN - 1);
 

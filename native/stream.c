@@ -13,7 +13,8 @@ static size_t align_up(size_t n) {
 
 fm_stream *fm_stream_new(const struct fm_options *options) {
     if (options->n_ring < 2 || options->n_ring > MAX_RING || options->request_bytes == 0 || options->request_bytes % FM_IO_ALIGN != 0 ||
-        options->io_mode < FM_IO_AUTO || options->io_mode > FM_IO_BUFFERED) {
+        options->io_mode < FM_IO_AUTO || options->io_mode > FM_IO_BUFFERED || options->verify < FM_VERIFY_FIRST ||
+        options->verify > FM_VERIFY_OFF) {
         fm_fail(FM_BAD_ARGUMENT, "bad options: %d ring buffers, requests of %u bytes, I/O mode %d", options->n_ring,
                 options->request_bytes, options->io_mode);
         return NULL;
@@ -68,36 +69,64 @@ int32_t fm_stream_add_group(fm_stream *stream, int32_t layer, int32_t family, in
     return stream->n_groups++;
 }
 
-int32_t fm_stream_add_part(fm_stream *stream, int32_t index, const char *tensor, int32_t file, uint64_t offset,
-                           uint64_t expert_bytes) {
+static bool fits_file(uint64_t size, int32_t n_expert, const struct fm_part *part) {
+    const uint64_t rest = (uint64_t)n_expert - 1;
+    return part->stride >= part->expert_bytes && part->offset <= size &&
+           part->expert_bytes <= size - part->offset &&
+           (rest == 0 || part->stride <= (size - part->offset - part->expert_bytes) / rest);
+}
+
+static bool copy_sums(struct part *part, const uint64_t *sums, int32_t n_expert) {
+    part->sums = malloc((size_t)n_expert * sizeof *part->sums);
+    part->verified = calloc((size_t)n_expert, sizeof *part->verified);
+    if (part->sums == NULL || part->verified == NULL) {
+        free(part->sums);
+        free(part->verified);
+        return false;
+    }
+    memcpy(part->sums, sums, (size_t)n_expert * sizeof *part->sums);
+    return true;
+}
+
+int32_t fm_stream_add_part(fm_stream *stream, int32_t index, const struct fm_part *given) {
     struct fm_io_counters files;
     fm_io_count(stream->io, &files);
     if (!is_described(stream) || index < 0 || index >= stream->n_groups ||
-        stream->groups[index].n_parts >= FM_MAX_PARTS || file < 0 || file >= files.files_direct + files.files_buffered ||
-        expert_bytes == 0 || strlen(tensor) >= sizeof stream->groups[index].parts[0].tensor) {
-        fm_fail(FM_BAD_ARGUMENT, "bad part %s", tensor);
+        stream->groups[index].n_parts >= FM_MAX_PARTS || given->expert_bytes == 0 || given->file < 0 ||
+        given->file >= files.files_direct + files.files_buffered ||
+        strlen(given->tensor) >= sizeof stream->groups[index].parts[0].tensor) {
+        fm_fail(FM_BAD_ARGUMENT, "bad part %s", given->tensor);
         return -1;
     }
     struct group *group = &stream->groups[index];
-    const uint64_t size = fm_io_file_size(stream->io, file);
-    if (offset > size || expert_bytes > (size - offset) / (uint64_t)group->n_expert) {
-        fm_fail(FM_BAD_ARGUMENT, "%s lies outside its file", tensor);
+    if (!fits_file(fm_io_file_size(stream->io, given->file), group->n_expert, given)) {
+        fm_fail(FM_BAD_ARGUMENT, "%s lies outside its file", given->tensor);
         return -1;
     }
-    struct part *part = &group->parts[group->n_parts];
-    part->file = file;
-    part->offset = offset;
-    part->expert_bytes = expert_bytes;
-    strcpy(part->tensor, tensor);
-    /* the expert may begin anywhere inside its first block */
-    part->region_bytes = align_up((size_t)expert_bytes + FM_IO_ALIGN - 1);
-    if (offset % FM_IO_ALIGN == 0 && expert_bytes % FM_IO_ALIGN == 0) {
-        part->region_bytes = (size_t)expert_bytes;
+    struct part part = {
+        .file = given->file,
+        .offset = given->offset,
+        .expert_bytes = given->expert_bytes,
+        .stride = given->stride,
+        .type = given->type,
+        .ne0 = given->ne0,
+        .ne1 = given->ne1,
+        .region_offset = group->slot_bytes,
+        /* the expert may begin anywhere inside its first block */
+        .region_bytes = align_up((size_t)given->expert_bytes + FM_IO_ALIGN - 1),
+    };
+    if (given->offset % FM_IO_ALIGN == 0 && given->stride % FM_IO_ALIGN == 0) {
+        part.region_bytes = align_up((size_t)given->expert_bytes);
     }
-    part->region_offset = group->slot_bytes;
-    group->slot_bytes += part->region_bytes;
-    if (part->region_bytes > stream->max_region_bytes) {
-        stream->max_region_bytes = part->region_bytes;
+    if (given->sums != NULL && !copy_sums(&part, given->sums, group->n_expert)) {
+        fm_fail(FM_NO_MEMORY, "out of memory for the checksums of %s", given->tensor);
+        return -1;
+    }
+    strcpy(part.tensor, given->tensor);
+    group->parts[group->n_parts] = part;
+    group->slot_bytes += part.region_bytes;
+    if (part.region_bytes > stream->max_region_bytes) {
+        stream->max_region_bytes = part.region_bytes;
     }
     return group->n_parts++;
 }
@@ -294,6 +323,10 @@ void fm_stream_free(fm_stream *stream) {
     fm_io_free(stream->io); /* no load ends after this */
     for (int32_t g = 0; g < stream->n_groups; g++) {
         struct group *group = &stream->groups[g];
+        for (int32_t p = 0; p < group->n_parts; p++) {
+            free(group->parts[p].sums);
+            free(group->parts[p].verified);
+        }
         free(group->slots);
         free(group->slot_of);
         free(group->may_leave);

@@ -38,6 +38,12 @@ struct part {
     int32_t file;
     uint64_t offset;
     uint64_t expert_bytes;
+    uint64_t stride;
+    uint64_t *sums;    /* [n_expert] or NULL */
+    uint8_t *verified; /* [n_expert] with sums: was checked once */
+    int32_t type;      /* -1: the file describes the tensor */
+    int64_t ne0;
+    int64_t ne1;
     size_t region_offset; /* in the slot */
     size_t region_bytes;
 };
@@ -145,6 +151,9 @@ void fm_load_start(struct load *load, int32_t group, int32_t part, int32_t exper
 void fm_load_ended(void *owner, int error); /* from a worker, without the lock */
 void fm_load_wake(struct fm_stream *stream);
 void fm_load_latch(struct fm_stream *stream, const struct load *load, enum fm_status status, int error);
+
+/* checksum.c: XXH3-64. */
+uint64_t fm_checksum(const void *data, size_t bytes);
 
 /* slots.c. All with the lock held. */
 void fm_slots_route(struct fm_stream *stream, int32_t group, const struct fm_routing *routing);

@@ -20,7 +20,7 @@ SOURCES = Path(__file__).resolve().parent.parent / PACKAGE
 RANKS = (
     ("errors",),
     ("libs", "gguf", "trace", "host"),
-    ("_native",),
+    ("_native", "packed"),
     ("store", "models"),
     ("pack", "budget", "policy", "stock"),
     ("streaming",),

@@ -11,7 +11,8 @@ file(WRITE "${CMAKE_BINARY_DIR}/llama-args.txt" "${args_text}\n")
 set(llama_include_dirs
   "${llama_work}/source/include"
   "${llama_work}/source/ggml/include"
-  "${llama_work}/source/ggml/src")
+  "${llama_work}/source/ggml/src"
+  "${llama_work}/source/vendor/hash/xxhash")
 set(llama_patched_libraries)
 foreach(name llama ggml ggml-cpu ggml-base)
   list(APPEND llama_patched_libraries

@@ -34,6 +34,9 @@ extern const struct shape blocks;
 /* Parts of odd sizes, at offsets that are aligned to 32 only, up to the last byte of the file. */
 extern const struct shape odd;
 
+/* A part of a stock file: one expert after the other, nothing to check against. */
+int32_t add_part(fm_stream *stream, int32_t group, const char *tensor, int32_t file, uint64_t offset, uint64_t bytes);
+
 /* Options that most tests share: buffered, no workers, requests of 1 MiB. */
 struct fm_options options_for(int n_workers, int n_ring);
 

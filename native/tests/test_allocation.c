@@ -42,7 +42,7 @@ static bool build(const char *path, fm_stream **stream) {
         return false;
     }
     for (int g = 0; g < 3; g++) {
-        if (fm_stream_add_group(*stream, g, 0, 4) < 0 || fm_stream_add_part(*stream, g, "up", 0, 0, 4096) < 0) {
+        if (fm_stream_add_group(*stream, g, 0, 4) < 0 || add_part(*stream, g, "up", 0, 0, 4096) < 0) {
             return false;
         }
     }

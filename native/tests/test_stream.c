@@ -50,7 +50,7 @@ static fm_stream *described(void) {
 
 static void expect_no_part(fm_stream *stream, int group, const char *tensor, int file, uint64_t offset, uint64_t bytes,
                            const char *part_of_message) {
-    CHECK_EQUAL(fm_stream_add_part(stream, group, tensor, file, offset, bytes), -1);
+    CHECK_EQUAL(add_part(stream, group, tensor, file, offset, bytes), -1);
     CHECK_TEXT(fm_last_message(), part_of_message);
     CHECK_TEXT(fm_last_message(), tensor);
 }
@@ -67,7 +67,7 @@ TEST(parts_must_lie_inside_their_file) {
     expect_no_part(stream, 0, "up", 0, UINT64_MAX - 99, 10, "outside its file");
     expect_no_part(stream, 0, "up", 0, 0, UINT64_MAX / 10 + 2, "outside its file");
     CHECK_EQUAL(fm_stream_slot_bytes(stream, 0), 0);
-    CHECK_EQUAL(fm_stream_add_part(stream, 0, "up", 0, 0, 100), 0);
+    CHECK_EQUAL(add_part(stream, 0, "up", 0, 0, 100), 0);
     fm_stream_free(stream);
 }
 
@@ -83,9 +83,9 @@ TEST(parts_must_make_sense) {
     name[128] = '\0';
     expect_no_part(stream, 0, name, 0, 0, 10, "bad part");
     name[127] = '\0';
-    CHECK_EQUAL(fm_stream_add_part(stream, 0, name, 0, 0, 10), 0);
+    CHECK_EQUAL(add_part(stream, 0, name, 0, 0, 10), 0);
     for (int p = 1; p < 4; p++) {
-        CHECK_EQUAL(fm_stream_add_part(stream, 0, "part", 0, 0, 10), p);
+        CHECK_EQUAL(add_part(stream, 0, "part", 0, 0, 10), p);
     }
     expect_no_part(stream, 0, "fifth", 0, 0, 10, "bad part");
     fm_stream_free(stream);
@@ -130,7 +130,7 @@ static int32_t start(fm_stream *stream, int32_t n_slots, const char *policy) {
 TEST(open_and_start_come_once_and_in_this_order) {
     fm_stream *stream = described();
     CHECK_EQUAL(fm_stream_open(stream), FM_BAD_STATE); /* no part yet */
-    CHECK_EQUAL(fm_stream_add_part(stream, 0, "up", 0, 0, 100), 0);
+    CHECK_EQUAL(add_part(stream, 0, "up", 0, 0, 100), 0);
     CHECK_EQUAL(start(stream, 1, "lru"), FM_BAD_STATE);
     CHECK_TEXT(fm_last_message(), "not open");
     CHECK_EQUAL(fm_stream_open(stream), FM_OK);
@@ -139,7 +139,7 @@ TEST(open_and_start_come_once_and_in_this_order) {
     CHECK_EQUAL(fm_stream_add_file(stream, check_path("thousand")), -1);
     CHECK_TEXT(fm_last_message(), "open already");
     CHECK_EQUAL(fm_stream_add_group(stream, 6, 0, 1), -1);
-    CHECK_EQUAL(fm_stream_add_part(stream, 0, "gate", 0, 0, 100), -1);
+    CHECK_EQUAL(add_part(stream, 0, "gate", 0, 0, 100), -1);
 
     CHECK_EQUAL(start(stream, 1, "best"), FM_BAD_ARGUMENT);
     CHECK_TEXT(fm_last_message(), "'best'");
@@ -156,7 +156,7 @@ TEST(open_and_start_come_once_and_in_this_order) {
 
 TEST(a_start_without_slots_is_a_start) {
     fm_stream *stream = described();
-    CHECK_EQUAL(fm_stream_add_part(stream, 0, "up", 0, 0, 100), 0);
+    CHECK_EQUAL(add_part(stream, 0, "up", 0, 0, 100), 0);
     CHECK_EQUAL(fm_stream_open(stream), FM_OK);
     CHECK_EQUAL(start(stream, 0, "lru"), FM_OK);
     CHECK_EQUAL(start(stream, 1, "lru"), FM_BAD_STATE);
@@ -169,7 +169,7 @@ TEST(a_stream_can_be_freed_at_any_time) {
     fm_stream_free(fm_stream_new(&options));
     fm_stream_free(described());
     fm_stream *stream = described();
-    CHECK_EQUAL(fm_stream_add_part(stream, 0, "up", 0, 0, 100), 0);
+    CHECK_EQUAL(add_part(stream, 0, "up", 0, 0, 100), 0);
     CHECK_EQUAL(fm_stream_open(stream), FM_OK);
     fm_stream_free(stream);
 }
@@ -202,9 +202,9 @@ TEST(experts_may_come_from_several_files) {
     fm_stream *stream = described(); /* a file of zeros is the first */
     model.stream = stream;
     CHECK_EQUAL(fm_stream_add_file(stream, model.path), 1);
-    CHECK_EQUAL(fm_stream_add_part(stream, 0, "up", 0, 0, 100), 0);
+    CHECK_EQUAL(add_part(stream, 0, "up", 0, 0, 100), 0);
     CHECK_EQUAL(fm_stream_add_group(stream, 6, 0, model.shape.n_expert), 1);
-    CHECK_EQUAL(fm_stream_add_part(stream, 1, "up", 1, model.offsets[1][0], model.shape.part_bytes[0]), 0);
+    CHECK_EQUAL(add_part(stream, 1, "up", 1, model.offsets[1][0], model.shape.part_bytes[0]), 0);
     CHECK_EQUAL(fm_stream_open(stream), FM_OK);
     CHECK_EQUAL(fm_stream_start(stream, (const int32_t[]){1, 1}, "lru"), FM_OK);
     run_part(&model, 1, 0, (const int32_t[]){3, 6}, 2, 1);
