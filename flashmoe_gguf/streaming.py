@@ -17,7 +17,7 @@ N_WORKERS = 4
 REQUEST_BYTES = 1 << 20
 RING_BYTES = 24 << 20
 
-# The best of those in the library on every trace that was measured, see docs/POLICIES.md.
+# The better of the two on the replayed traces, see docs/BENCHMARKS.md.
 AUTO_POLICY = "dlfu"
 
 

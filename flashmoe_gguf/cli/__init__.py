@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from flashmoe_gguf.cli import chat, demo, inspect, run
+from flashmoe_gguf.cli import chat, demo, inspect, pack, run, unpack, verify
 from flashmoe_gguf.cli.exits import Commands
 from flashmoe_gguf.cli.version import version_text
 
@@ -45,5 +45,13 @@ def main() -> None:
     """
 
 
-for _command in (run.run, chat.chat, inspect.inspect, demo.demo):
+for _command in (
+    run.run,
+    chat.chat,
+    inspect.inspect,
+    pack.pack,
+    unpack.unpack,
+    verify.verify,
+    demo.demo,
+):
     main.add_command(_command)

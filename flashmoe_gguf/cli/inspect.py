@@ -11,6 +11,7 @@ import click
 from flashmoe_gguf.budget import format_size
 from flashmoe_gguf.cli.screen import Rows, format_rows, format_table
 from flashmoe_gguf.gguf.cursor import shown
+from flashmoe_gguf.packed import PackedInfo
 from flashmoe_gguf.store import Geometry, Group, read_geometry
 
 
@@ -50,6 +51,8 @@ def _rows(geometry: Geometry) -> Rows:
         ("shards", str(len(shards)) if len(shards) > 1 else "1 (not split)"),
         ("architecture", shown(geometry.architecture)),
     ]
+    if geometry.packed is not None:
+        rows.append(("packed", _packed_text(geometry.packed)))
     if isinstance(name, str):
         rows.insert(0, ("model", shown(name)))
     context = header.get("context_length")
@@ -76,6 +79,12 @@ def _rows(geometry: Geometry) -> Rows:
         ),
         ("read per token", f"{format_size(geometry.bytes_per_token)} without a cache"),
     ]
+
+
+def _packed_text(packed: PackedInfo) -> str:
+    files = packed.source_files
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"format {packed.version}, from {shown(files[0])}{more}" if files else "from nothing"
 
 
 def _top_k_text(geometry: Geometry) -> str:
@@ -131,6 +140,7 @@ def as_dict(geometry: Geometry) -> dict[str, Any]:
         "dense_bytes": geometry.dense_bytes,
         "expert_share": geometry.expert_bytes / weights if weights else 0.0,
         "bytes_per_token": geometry.bytes_per_token,
+        "packed": _packed_dict(geometry.packed),
         "shards": [{"path": str(shard.path), "bytes": shard.size_bytes} for shard in header.shards],
         "groups": [
             {
@@ -154,4 +164,15 @@ def as_dict(geometry: Geometry) -> dict[str, Any]:
             }
             for group in geometry.groups
         ],
+    }
+
+
+def _packed_dict(packed: PackedInfo | None) -> dict[str, Any] | None:
+    """None for a stock file."""
+    if packed is None:
+        return None
+    return {
+        "version": packed.version,
+        "fingerprint": packed.fingerprint,
+        "source_files": list(packed.source_files),
     }

@@ -126,6 +126,7 @@ def _load(options: LoadOptions, screen: Screen, n_ctx: int) -> Any:
                 ram=options.ram,
                 policy=options.policy,
                 io=options.io,
+                verify=options.verify,
                 n_slots=options.n_slots,
                 progress=progress,
                 **arguments,

@@ -21,7 +21,7 @@ DEFAULT_BATCH = 512
 
 MAX_THREADS = 512  # ggml.h: GGML_MAX_N_THREADS; more ends the process
 
-_STREAM_ONLY = ("ram", "policy", "io", "n_slots")
+_STREAM_ONLY = ("ram", "policy", "io", "verify", "n_slots")
 
 
 class Finite(click.FloatRange):
@@ -44,6 +44,7 @@ class LoadOptions:
     ram: str | None = None
     policy: str = "auto"
     io: str = "auto"
+    verify: str = "first"
     n_slots: int | None = None
     stream: bool = True
     ctx: int | None = None
@@ -125,6 +126,13 @@ def load_options(command: F) -> F:
                 type=click.Choice(("auto", "direct", "buffered")),
                 default="auto",
                 help="How experts are read; auto is direct where the file system allows it.",
+            ),
+            click.option(
+                "--verify",
+                type=click.Choice(("first", "always", "off")),
+                default="first",
+                help="When to check the experts of a packed file against their checksums: when "
+                "first read, at every read, or never.",
             ),
             click.option(
                 "--n-slots",
@@ -249,12 +257,12 @@ def _gather(command: F, name: str, make: Callable[[dict[str, Any]], Any]) -> F:
 
 def _make_load_options(options: dict[str, Any]) -> LoadOptions:
     no_stream = options.pop("no_stream")
-    names = ("model", "ram", "policy", "io", "n_slots", "ctx", "threads", "batch", "ubatch")
-    values = {name: options.pop(name) for name in (*names, "verbose")}
+    names = ("model", "ram", "policy", "io", "verify", "n_slots", "ctx", "threads", "batch")
+    values = {name: options.pop(name) for name in (*names, "ubatch", "verbose")}
     load = LoadOptions(**values, stream=not no_stream)
     if no_stream:
         for name in _STREAM_ONLY:
-            if getattr(load, name) not in (None, "auto"):
+            if getattr(load, name) != getattr(LoadOptions, name):
                 flag = f"--{name.replace('_', '-')}"
                 raise click.UsageError(f"{flag} means nothing with --no-stream.")
     if load.batch is not None and load.batch < load.ubatch != DEFAULT_BATCH:

@@ -11,6 +11,7 @@ from types import TracebackType
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
+from flashmoe_gguf.budget import format_size
 from flashmoe_gguf.cli.screen import Screen
 
 _LINE_SECONDS = 2.0  # between plain lines
@@ -20,15 +21,35 @@ _BAR_AFTER_SECONDS = 0.4  # what is done sooner shows no bar
 
 @dataclass(frozen=True)
 class State:
-    """How far something is: `done` of `total`, which are tokens or shares of the whole.
+    """How far something is: `done` of `total`, which are tokens, bytes or shares of the whole.
 
-    `total` 0: not known; `words` say what is going on.
+    `total` 0: not known; `words` say what is going on. `before` was done by an earlier run, and
+    says nothing about the rate of this one.
     """
 
     done: float = 0.0
     total: float = 0.0
     tokens: bool = False
     words: str = ""
+    nbytes: bool = False
+    before: float = 0.0
+
+
+class ByteCount:
+    """Takes the (done, total) calls of the code that copies; `state` is for an Activity."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, int, int] | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        before = self._seen[2] if self._seen else done
+        self._seen = (done, total, before)
+
+    def state(self) -> State | None:
+        if self._seen is None:
+            return None
+        done, total, before = self._seen
+        return State(done, total, nbytes=True, before=before)
 
 
 class Activity:
@@ -109,10 +130,13 @@ def progress_text(state: State | None, seconds: float) -> str:
         parts.append(f"{state.done:.0f} of {state.total:.0f} tokens")
     elif state.total:
         parts.append(f"{100 * state.done / state.total:.0f} %")
-    if state.tokens and state.done > 0 and seconds > 0:
-        parts.append(f"{format_rate(state.done / seconds)} tok/s")
-    if state.total and state.done > 0:
-        left = seconds * (state.total - state.done) / state.done
+    here = state.done - state.before
+    if state.tokens and here > 0 and seconds > 0:
+        parts.append(f"{format_rate(here / seconds)} tok/s")
+    if state.nbytes and here > 0 and seconds > 0:
+        parts.append(f"{format_size(here / seconds)}/s")
+    if state.total and here > 0:
+        left = seconds * (state.total - state.done) / here
         parts.append(f"{format_seconds(left)} left")
     else:
         parts.append(elapsed)

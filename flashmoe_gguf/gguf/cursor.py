@@ -84,7 +84,7 @@ class Cursor:
     `what` names the thing being read, for the message if the file ends inside it.
     """
 
-    def __init__(self, path: Path, file: io.FileIO, size: int) -> None:
+    def __init__(self, path: Path, file: io.FileIO | io.BytesIO, size: int) -> None:
         self._path = path
         self._file = file
         self._size = size

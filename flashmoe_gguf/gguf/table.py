@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe_gguf.errors import ModelFileError
@@ -38,33 +41,55 @@ _SCALARS = {
 }
 
 
+@dataclass(frozen=True)
+class FileTable:
+    """The header of one file. `key_spans`: where each key, with its value, starts and ends."""
+
+    shard: Shard
+    metadata: Mapping[str, Value]
+    key_spans: Mapping[str, tuple[int, int]]
+    tensors: tuple[TensorInfo, ...]
+
+
 def read_file(path: Path, number: int) -> tuple[Shard, dict[str, Value], list[TensorInfo]]:
     file, size = open_file(path)
     with file:
-        cursor = Cursor(path, file, size)
-        version = _read_start(cursor)
-        n_tensors = cursor.u64("the number of tensors")
-        n_keys = cursor.u64("the number of keys")
-        # The smallest key takes 14 bytes, the smallest tensor 24.
-        for count, least, most, what in (
-            (n_keys, 14, _MAX_KEYS, "keys"),
-            (n_tensors, 24, _MAX_TENSORS, "tensors"),
-        ):
-            if count > most or count * least > cursor.left:
-                raise cursor.error(f"the header claims {count:,} {what}, which it cannot hold")
-        metadata: dict[str, Value] = {}
-        for i in range(n_keys):
-            key = cursor.text(f"the name of key {i}", _MAX_KEY_BYTES)
-            if not key:
-                raise cursor.error(f"key {i} has an empty name")
-            if key in metadata:
-                raise cursor.error(f"key {shown(key)} is there twice")
-            metadata[key] = _read_value(cursor, key)
-        alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment.bit_count() != 1:
-            raise cursor.error(f"general.alignment is {shown(alignment)}, not a power of two")
-        tensors = _read_tensors(cursor, n_tensors, number, alignment)
-        data_offset = _padded(cursor.offset, alignment)
+        table = parse_table(path, file, size, number)
+    return table.shard, dict(table.metadata), list(table.tensors)
+
+
+def parse_table(path: Path, file: io.FileIO | io.BytesIO, size: int, number: int = 0) -> FileTable:
+    """Read the header at the start of `file`, which stands for `size` bytes called `path`.
+
+    `file` may hold the header alone. Raises ModelFileError.
+    """
+    cursor = Cursor(path, file, size)
+    version = _read_start(cursor)
+    n_tensors = cursor.u64("the number of tensors")
+    n_keys = cursor.u64("the number of keys")
+    # The smallest key takes 14 bytes, the smallest tensor 24.
+    for count, least, most, what in (
+        (n_keys, 14, _MAX_KEYS, "keys"),
+        (n_tensors, 24, _MAX_TENSORS, "tensors"),
+    ):
+        if count > most or count * least > cursor.left:
+            raise cursor.error(f"the header claims {count:,} {what}, which it cannot hold")
+    metadata: dict[str, Value] = {}
+    key_spans: dict[str, tuple[int, int]] = {}
+    for i in range(n_keys):
+        start = cursor.offset
+        key = cursor.text(f"the name of key {i}", _MAX_KEY_BYTES)
+        if not key:
+            raise cursor.error(f"key {i} has an empty name")
+        if key in metadata:
+            raise cursor.error(f"key {shown(key)} is there twice")
+        metadata[key] = _read_value(cursor, key)
+        key_spans[key] = start, cursor.offset
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment.bit_count() != 1:
+        raise cursor.error(f"general.alignment is {shown(alignment)}, not a power of two")
+    tensors = _read_tensors(cursor, n_tensors, number, alignment)
+    data_offset = _padded(cursor.offset, alignment)
     if tensors:
         end = tensors[-1].offset + tensors[-1].nbytes
         if end > size:
@@ -72,7 +97,8 @@ def read_file(path: Path, number: int) -> tuple[Shard, dict[str, Value], list[Te
                 f"{shown(path)}: cut short: {end - size:,} of {end:,} bytes are missing",
                 "the download or copy was interrupted: finish it or start again",
             )
-    return Shard(path, size, version, alignment, data_offset), metadata, tensors
+    shard = Shard(path, size, version, alignment, data_offset)
+    return FileTable(shard, metadata, key_spans, tuple(tensors))
 
 
 def _padded(nbytes: int, alignment: int) -> int:

@@ -33,6 +33,9 @@ add_custom_target(llama_libraries
       "${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}"
     --build-type "${CMAKE_BUILD_TYPE}"
     --args-file "${CMAKE_BINARY_DIR}/llama-args.txt"
+  # what the tests hold the list of supported architectures against
+  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_SOURCE_DIR}/build/moe_archs.py"
+    "${llama_work}/source" "${llama_work}/moe_architectures.json"
   BYPRODUCTS ${llama_patched_libraries}
   USES_TERMINAL
   VERBATIM)

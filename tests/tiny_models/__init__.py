@@ -1,6 +1,8 @@
 """Tiny random MoE GGUFs that stock llama.cpp loads and decodes by token id.
 
 `make(path, kind)` writes one; `KINDS` names them; `spec(kind)` describes one.
+`make_arch(path, arch)` writes one of any MoE architecture of llama.cpp; `ARCHS` names them;
+`arch_row(arch)` describes one. It needs the stock libraries, which say what tensors they want.
 They have no vocabulary (`tokenizer.ggml.model` is "no_vocab" and
 `{arch}.vocab_size` gives the count), so tokens go in and come out as numbers:
 asking llama.cpp for their text aborts the process. Bytes depend only on the
@@ -14,8 +16,9 @@ from pathlib import Path
 from . import archs
 from .blocks import scale_byte
 from .builder import Builder, Spec
+from .every_arch import ARCHS, arch_row, make_arch
 
-__all__ = ["KINDS", "Spec", "make", "scale_byte", "spec"]
+__all__ = ["ARCHS", "KINDS", "Spec", "arch_row", "make", "make_arch", "scale_byte", "spec"]
 
 _SPECS = (
     Spec(

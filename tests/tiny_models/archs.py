@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from gguf import GGMLQuantizationType as T
 
+from .blocks import QType
 from .builder import Builder
 
 # Router logits with a spread of about 2 make different tokens choose different experts.
@@ -61,8 +62,8 @@ def experts(
     m: Builder,
     i: int,
     *,
-    up: T = T.Q8_0,
-    down: T = T.Q8_0,
+    up: QType = T.Q8_0,
+    down: QType = T.Q8_0,
     parts: tuple[str, ...] = ("up", "gate", "down"),
     suffix: str = "exps",
     width: int = 0,
@@ -108,6 +109,16 @@ def qwen3moe_mixed(m: Builder) -> None:
         m.norm(f"blk.{i}.ffn_norm", m.spec.width)
         router(m, i)
         experts(m, i, up=T.Q4_K, down=T.Q6_K if i % 2 else T.Q4_K)
+
+
+def qwen3moe_of(m: Builder, qtype: QType) -> None:
+    """All experts of one type."""
+    trunk(m)
+    for i in range(m.spec.n_layer):
+        attention(m, i, qk_norm=True)
+        m.norm(f"blk.{i}.ffn_norm", m.spec.width)
+        router(m, i)
+        experts(m, i, up=qtype, down=qtype)
 
 
 def granite_swa(m: Builder) -> None:

@@ -14,12 +14,18 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
-from .blocks import random_blocks
+from .blocks import BLOCK_SIZES, QType, random_blocks
 
 T = GGMLQuantizationType
-Value = bool | int | float | str | list[int] | list[bool]
+
+
+class U64(list[int]):
+    """An array that the file stores as 64-bit unsigned integers."""
+
+
+Value = bool | int | float | str | list[int] | list[bool] | list[float]
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,8 @@ class Tensor:
     """A tensor as the writer wants it: slowest dimension first, rows in bytes if quantised."""
 
     name: str
-    qtype: T
-    data: npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+    qtype: QType
+    data: npt.NDArray[np.uint8] | npt.NDArray[np.float32] | npt.NDArray[np.int32]
 
 
 class Builder:
@@ -70,25 +76,26 @@ class Builder:
         for key, value in values.items():
             self.metadata[f"{self.spec.arch}.{key.replace('__', '.')}"] = value
 
-    def _rng(self, name: str) -> np.random.Generator:
+    def rng(self, name: str) -> np.random.Generator:
+        """The generator for one tensor's values."""
         return np.random.default_rng([self.spec.seed, zlib.crc32(name.encode())])
 
     def matrix(
-        self, name: str, shape: tuple[int, ...], qtype: T = T.Q8_0, gain: float = 1.0
+        self, name: str, shape: tuple[int, ...], qtype: QType = T.Q8_0, gain: float = 1.0
     ) -> None:
         """Add random `{name}.weight`; outputs are about `gain` times as large as inputs."""
         std = gain / np.sqrt(shape[0])
         rows = tuple(reversed(shape[1:]))
         name += ".weight"
         if qtype == T.F32:
-            values = self._rng(name).normal(0, std, (*rows, shape[0])).astype(np.float32)
+            values = self.rng(name).normal(0, std, (*rows, shape[0])).astype(np.float32)
             self.tensors.append(Tensor(name, T.F32, values))
             return
-        block, block_bytes = GGML_QUANT_SIZES[qtype]
+        block, block_bytes = BLOCK_SIZES[qtype]
         if shape[0] % block:
             raise ValueError(f"{name}: a row of {shape[0]} is not whole blocks of {qtype.name}")
         n_blocks = int(np.prod(shape)) // block
-        data = random_blocks(qtype, n_blocks, float(std), self._rng(name))
+        data = random_blocks(qtype, n_blocks, float(std), self.rng(name))
         row_bytes = shape[0] // block * block_bytes
         self.tensors.append(Tensor(name, qtype, data.reshape(*rows, row_bytes)))
 
@@ -96,7 +103,7 @@ class Builder:
         self, name: str, shape: tuple[int, ...], mean: float = 0.0, std: float = 0.1
     ) -> None:
         """Add a random F32 tensor under its full name (norms, biases, sinks)."""
-        values = self._rng(name).normal(mean, std, tuple(reversed(shape))).astype(np.float32)
+        values = self.rng(name).normal(mean, std, tuple(reversed(shape))).astype(np.float32)
         self.tensors.append(Tensor(name, T.F32, values))
 
     def norm(self, name: str, n: int) -> None:
@@ -149,6 +156,8 @@ def _write(
             writer.add_float32(key, value)
         elif isinstance(value, str):
             writer.add_string(key, value)
+        elif isinstance(value, U64):
+            writer.add_key_value(key, value, GGUFValueType.ARRAY, GGUFValueType.UINT64)
         else:
             writer.add_array(key, value)
     for key, number in (split or {}).items():
@@ -157,7 +166,7 @@ def _write(
         else:
             writer.add_uint16(key, number)
     for tensor in tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.qtype)
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.qtype)  # type: ignore[arg-type]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
