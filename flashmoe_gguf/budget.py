@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashmoe_gguf.errors import BudgetError, OptionError
-from flashmoe_gguf.gguf import Header
+from flashmoe_gguf.gguf import ArraySummary, Header
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -57,7 +57,12 @@ class Fixed:
     dense: int
     context: int
     ring: int
-    reserve: int
+
+    @property
+    def reserve(self) -> int:
+        """What stays free for what is not counted one by one."""
+        counted = self.process + self.dense + self.context + self.ring
+        return RESERVE_BYTES + int(RESERVE_SHARE * counted)
 
     @property
     def total(self) -> int:
@@ -97,18 +102,18 @@ class Plan:
         return self.slot_bytes / self.all_slot_bytes if self.all_slot_bytes else 0.0
 
 
-def reserve_bytes(ram_bytes: int) -> int:
-    """What stays free for what is not counted one by one."""
-    return RESERVE_BYTES + int(RESERVE_SHARE * ram_bytes)
+def check_floor(ram_bytes: int, fixed: Fixed, uncounted: int = 0) -> None:
+    """Raises BudgetError when the budget does not even hold what cannot shrink.
 
-
-def check_floor(ram_bytes: int, fixed: Fixed) -> None:
-    """Raises BudgetError when the budget does not even hold what cannot shrink."""
+    `uncounted`: about what will come on top of `fixed`, for the hint.
+    """
     if ram_bytes < fixed.total:
+        least = "at least " if uncounted else ""
         raise BudgetError(
-            f"{format_size(ram_bytes)} of memory is below the floor of "
+            f"{format_size(ram_bytes)} of memory is below the floor of {least}"
             f"{format_size(fixed.total)} for this model: {fixed.breakdown()}",
-            f"give --ram {-(-fixed.total // (1 << 20))}M or more, or a smaller context",
+            f"give --ram {-(-(fixed.total + uncounted) // (1 << 20))}M or more, "
+            "or a smaller context",
         )
 
 
@@ -142,23 +147,16 @@ def make_plan(ram_bytes: int, fixed: Fixed, groups: Sequence[GroupCost]) -> Plan
     )
 
 
-def fixed_slots_plan(
-    ram_bytes: int, fixed: Fixed, groups: Sequence[GroupCost], n_slots: int
-) -> Plan:
-    """The plan for a given number of slots per group, whatever it costs.
+def fixed_slots_plan(fixed: Fixed, groups: Sequence[GroupCost], n_slots: int) -> Plan:
+    """The plan for a given number of slots per group, whatever it costs; that is its budget.
 
     Raises OptionError for a negative number.
     """
     if n_slots < 0:
         raise OptionError(f"{n_slots} slots per layer", "0 means that nothing is cached")
-    slots = [min(n_slots, g.n_expert) for g in groups]
-    return Plan(
-        ram_bytes,
-        fixed,
-        tuple(slots),
-        _cost(groups, slots),
-        _cost(groups, [g.n_expert for g in groups]),
-    )
+    slots = tuple(min(n_slots, g.n_expert) for g in groups)
+    cost = _cost(groups, slots)
+    return Plan(fixed.total + cost, fixed, slots, cost, _cost(groups, [g.n_expert for g in groups]))
 
 
 def _cost(groups: Sequence[GroupCost], slots: Sequence[int]) -> int:
@@ -190,3 +188,19 @@ def kv_bytes_at_least(header: Header, n_ctx: int, bytes_per_value: float = 2.0) 
         value if isinstance(value, int) else n_embd // heads
     )
     return int(kv_heads * n_ctx * width * bytes_per_value)
+
+
+def compute_bytes_about(header: Header, n_ctx: int, n_ubatch: int) -> int:
+    """Roughly what llama.cpp's compute buffers take without flash attention, from the header.
+
+    The two largest pieces: logits of a ubatch, and its attention scores over the whole context.
+    """
+    heads, vocabulary = header.get("attention.head_count"), header.get("vocab_size")
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, ArraySummary):
+        vocabulary = tokens.length
+    elif isinstance(tokens, tuple):
+        vocabulary = len(tokens)
+    n_vocab = vocabulary if isinstance(vocabulary, int) else 0
+    n_head = heads if isinstance(heads, int) else 1
+    return n_ubatch * 4 * (n_vocab + n_head * n_ctx)

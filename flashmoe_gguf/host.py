@@ -29,11 +29,15 @@ def process_memory() -> tuple[int, int]:
 
 
 def available_memory() -> MemoryLimit:
-    """min(cgroup limit less what is used in it, available memory), for `ram=None`."""
-    limits = [
-        MemoryLimit(psutil.virtual_memory().available + process_memory()[0], "available memory")
+    """What this process may use: what the system has available, and each cgroup's limit less
+    what others in the cgroup use, whichever is least. Its own memory counts as available.
+    """
+    own, _ = process_memory()
+    limits = [MemoryLimit(psutil.virtual_memory().available + own, "available memory")]
+    limits += [
+        MemoryLimit(max(limit - max(used - own, 0), 0), "the cgroup's limit")
+        for limit, used in _cgroups()
     ]
-    limits += [MemoryLimit(limit, "the cgroup's limit") for limit in _cgroup_limits()]
     return min(limits, key=lambda m: m.limit_bytes)
 
 
@@ -44,32 +48,49 @@ def default_budget() -> MemoryLimit:
     return MemoryLimit(max(limit.limit_bytes - headroom, 0), limit.source)
 
 
-def _cgroup_limits(
+def _cgroups(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> list[int]:
-    """Limits of this process's cgroup and all above it, v1 and v2; unlimited ones are left out."""
+) -> list[tuple[int, int]]:
+    """(limit, memory in use that cannot be reclaimed) of this process's cgroup and all above it.
+
+    Versions 1 and 2; groups without a limit are left out.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
         return []
-    limits = []
+    found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, name = root, "memory.max"
+            base, limit_name, usage_name, prefix = root, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            base, name = root / "memory", "memory.limit_in_bytes"
+            base, prefix = root / "memory", "total_"
+            limit_name, usage_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         parts = [p for p in path.split("/") if p]
         for depth in range(len(parts) + 1):
-            value = _read_limit(base.joinpath(*parts[:depth], name))
-            if value is not None:
-                limits.append(value)
-    return limits
+            group = base.joinpath(*parts[:depth])
+            limit = _read_number(group / limit_name)
+            if limit is not None:
+                used = _read_number(group / usage_name) or 0
+                found.append((limit, max(used - _page_cache(group, prefix), 0)))
+    return found
 
 
-def _read_limit(path: Path) -> int | None:
+def _page_cache(group: Path, prefix: str) -> int:
+    """File pages, which the kernel drops when the group needs the room."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    wanted = (f"{prefix}active_file", f"{prefix}inactive_file")
+    rows = (line.split() for line in lines)
+    return sum(int(row[1]) for row in rows if len(row) == 2 and row[0] in wanted)
+
+
+def _read_number(path: Path) -> int | None:
     try:
         text = path.read_text().strip()
     except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,26 +15,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flashmoe_gguf.arguments import check_arguments, load_error, refuse_unstreamable
 from flashmoe_gguf.budget import (
     Fixed,
     Plan,
     check_floor,
+    compute_bytes_about,
     fixed_slots_plan,
     kv_bytes_at_least,
     make_plan,
     parse_size,
-    reserve_bytes,
 )
-from flashmoe_gguf.errors import (
-    FlashMoEError,
-    ModelFileError,
-    OptionError,
-    UnsupportedModelError,
-)
+from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
 from flashmoe_gguf.host import default_budget, process_memory
 from flashmoe_gguf.libs import load_llama_cpp
 from flashmoe_gguf.store import Geometry, read_geometry
-from flashmoe_gguf.streaming import ExpertStream, Stats
+from flashmoe_gguf.streaming import ExpertStream, Stats, untouched_slot_bytes
 
 load_llama_cpp("patched")  # llama_cpp picks its libraries when it is imported
 
@@ -44,6 +41,7 @@ from llama_cpp._logger import logger as _logger  # noqa: E402
 Progress = Callable[[float], None]
 
 _recent_errors = threading.local()
+_one_at_a_time = threading.RLock()
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator,unused-ignore]
@@ -88,7 +86,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     - ram: budget of the whole process, such as "8G" or a number of bytes. None: what is available.
     - policy: who leaves the cache, "lru", "dlfu" or "auto".
     - io: "direct", "buffered" or "auto" (direct where the file system allows it).
-    - n_slots: experts cached per layer, instead of what the budget allows. 0: nothing is cached.
+    - n_slots: experts cached per layer, instead of a budget. 0: nothing is cached.
     - stream: False loads the model as llama_cpp does, which cannot load a packed file.
     - verify: of a packed file, check each expert's checksum when it is read "first", "always",
       or "off".
@@ -96,7 +94,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
 
     A model without routed experts is loaded as llama_cpp does; `is_streamed` says which it was.
     Weights are not repacked (`use_extra_bufts` is off), so that logits equal those of stock
-    llama.cpp without repacking bit for bit.
+    llama.cpp without repacking bit for bit. Dense weights are read, not mapped, whatever
+    `use_mmap` says. A failed read is reported to whichever context of this object computes next.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, OptionError; while decoding,
     ExpertReadError when an expert cannot be read: no token comes from bad data, the tokens of that
@@ -123,38 +122,52 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         self._parts_per_pass = 0
         self._plan: Plan | None = None
         self._options = _Options(ram, policy, io, n_slots, stream, verify)
+        check_arguments(model_path, ram, n_slots, kwargs, llama_cpp.Llama)
         self.geometry: Geometry = read_geometry(model_path)
-        if stream and self.geometry.is_moe and not kwargs.get("vocab_only"):
-            self._load_streamed(str(model_path), kwargs)
-        else:
-            self._load(str(model_path), kwargs)
+        try:
+            if stream and self.geometry.is_moe and not kwargs.get("vocab_only"):
+                refuse_unstreamable(kwargs)
+                with _one_at_a_time:  # what a load takes is measured by what the process grows
+                    self._load_streamed(str(model_path), kwargs)
+            else:
+                self._load(str(model_path), kwargs)
+        except BaseException:
+            self.close()  # an exception that is kept must not keep a model with it
+            raise
 
     def _load(self, model_path: str, kwargs: dict[str, Any]) -> None:
         _recent_errors.lines = deque(maxlen=16)
         try:
             super().__init__(model_path, **kwargs)
         except ValueError as error:
-            if self._stopped_by is not None:
-                raise self._stopped_by from None
-            raise _load_error(model_path, error, list(_recent_errors.lines)) from error
+            stopped_by, self._stopped_by = self._stopped_by, None
+            if stopped_by is not None:
+                raise stopped_by from None
+            raise load_error(model_path, error, list(_recent_errors.lines)) from error
+        except MemoryError as error:
+            raise BudgetError(
+                f"not enough memory for a batch of {kwargs.get('n_batch', 512)} tokens",
+                "give a smaller n_batch or context",
+            ) from error
         finally:
             _recent_errors.lines = None
 
     def _load_streamed(self, model_path: str, kwargs: dict[str, Any]) -> None:
-        _refuse(kwargs)
         ram, policy, io, n_slots, _, verify = self._options
         ram_bytes = parse_size(ram) if ram is not None else default_budget().limit_bytes
-        process_bytes, _ = process_memory()
+        process_bytes = process_memory()[0] + untouched_slot_bytes()
         self._experts = ExpertStream(self.geometry, io=io, policy=policy, verify=verify)
+        header, n_ctx = self.geometry.header, kwargs.get("n_ctx", 512)
+        quantized = kwargs.get("type_k") is not None or kwargs.get("type_v") is not None
         fixed = Fixed(
             process=process_bytes,
             dense=self.geometry.dense_bytes,
-            context=kv_bytes_at_least(self.geometry.header, kwargs.get("n_ctx", 512)),
+            context=0 if quantized else kv_bytes_at_least(header, n_ctx),
             ring=self._experts.stats().ring_bytes,
-            reserve=reserve_bytes(ram_bytes),
         )
-        if n_slots is None:
-            check_floor(ram_bytes, fixed)  # before loading, so that a hopeless budget costs nothing
+        if n_slots is None:  # before loading, so that a hopeless budget costs nothing
+            n_ubatch = min(kwargs.get("n_ubatch", 512), kwargs.get("n_batch", 512), n_ctx or 512)
+            check_floor(ram_bytes, fixed, compute_bytes_about(header, n_ctx, n_ubatch))
         _, committed = process_memory()
         with self._experts.native.attached():
             # not mmapped: dense weights live in anonymous memory, which the kernel cannot drop
@@ -165,13 +178,14 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         if n_slots is None:
             self._plan = make_plan(ram_bytes, fixed, costs)
         else:
-            self._plan = fixed_slots_plan(ram_bytes, fixed, costs, n_slots)
-        self._experts.start(self._plan.slots, ram_bytes)
+            self._plan = fixed_slots_plan(fixed, costs, n_slots)
+        self._experts.start(self._plan.slots, self._plan.ram_bytes)
         self._parts_per_pass = sum(g.n_bound for g in self._experts.groups())
         self._watch_context()
 
     def eval(self, tokens: Sequence[int]) -> None:
         """As llama_cpp.Llama.eval; `eval_progress` can watch it from another thread."""
+        self._need_open()
         self._running = _Eval(
             self.n_tokens, len(tokens), self._operations(), self._count_operations(len(tokens))
         )
@@ -211,25 +225,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
 
     def _watch_context(self) -> None:
         """Every decode and encode checks for reads that failed; state from bad data is dropped."""
+        owner = weakref.ref(self)  # no cycle: dropping the last reference frees the model at once
         for name in ("decode", "encode"):
-            setattr(self._ctx, name, self._checked(getattr(self._ctx, name)))
+            setattr(self._ctx, name, _checked(owner, getattr(type(self._ctx), name)))
 
-    def _checked(self, compute: Callable[[Any], None]) -> Callable[[Any], None]:
-        def checked(batch: Any) -> None:
-            experts = self._experts
-            assert experts is not None
-            try:
-                try:
-                    compute(batch)
-                finally:
-                    experts.raise_error()  # also when llama.cpp gave up: this is why
-            except FlashMoEError:
-                if self._is_recurrent or self._is_hybrid:
-                    # a recurrent state cannot go back by a few tokens
-                    self.reset()  # type: ignore[no-untyped-call]
-                raise
-
-        return checked
+    def _need_open(self) -> None:
+        if self._ctx.ctx is None:
+            raise FlashMoEError("the model is closed", "load it again")
 
     # llama_cpp builds this struct inside its constructor; this is where its defaults are adjusted.
     @property
@@ -240,12 +242,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     def model_params(self, params: Any) -> None:
         params.use_extra_bufts = False
         if self._progress is not None:
-            # llama.cpp keeps only the pointer
-            self._progress_callback = llama_cpp.llama_progress_callback(self._on_progress)
-            params.progress_callback = self._progress_callback
+            params.progress_callback = _progress_callback(weakref.ref(self))
         self._model_params = params
 
-    def _on_progress(self, fraction: float, user_data: Any) -> bool:
+    def _on_progress(self, fraction: float) -> bool:
         try:
             if self._progress is not None:
                 self._progress(fraction)
@@ -268,6 +268,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         return super().detokenize(tokens, prev_tokens, special)
 
     def _need_vocabulary(self) -> None:
+        self._need_open()
         if not self.has_vocabulary:
             raise OptionError(
                 f"{Path(self.model_path).name} has no vocabulary, so it cannot read or write text",
@@ -306,25 +307,32 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
             experts.close()
 
 
-def _refuse(kwargs: dict[str, Any]) -> None:
-    """Options that would read all experts or change them behind the cache."""
-    if kwargs.get("use_mlock"):
-        raise OptionError(
-            "mlock would pin experts that are not in memory",
-            "leave it out: dense weights are resident anyway; or use --no-stream",
-        )
-    if kwargs.get("lora_path"):
-        raise OptionError(
-            "LoRA adapters are not supported on a streamed model",
-            "merge the adapter into the GGUF first, or use --no-stream",
-        )
+def _checked(owner: weakref.ref[Llama], compute: Callable[..., None]) -> Callable[[Any], None]:
+    """`compute` of a context, followed by a look at the stream's errors."""
+
+    def checked(batch: Any) -> None:
+        llm = owner()
+        experts = llm._experts if llm is not None else None
+        if llm is None or experts is None:
+            raise FlashMoEError("the model is closed", "load it again")
+        experts.check_process()
+        try:
+            try:
+                compute(llm._ctx, batch)
+            finally:
+                experts.raise_error()  # also when llama.cpp gave up: this is why
+        except FlashMoEError:
+            if llm._is_recurrent or llm._is_hybrid:
+                # a recurrent state cannot go back by a few tokens
+                llm.reset()  # type: ignore[no-untyped-call]
+            raise
+
+    return checked
 
 
-def _load_error(model_path: str, error: ValueError, log: list[str]) -> FlashMoEError:
-    """llama_cpp says only that loading failed; llama.cpp's log says why."""
-    causes = [line.split(": ", 1)[-1] for line in log if "error loading model" in line]
-    cause = causes[0] if causes else log[0] if log else str(error)
-    message = f"{Path(model_path).name}: {cause}"
-    if "architecture" in cause:
-        return UnsupportedModelError(message, "this llama.cpp does not know it; a newer one may")
-    return ModelFileError(message, "the file may be damaged or made for another llama.cpp")
+def _progress_callback(owner: weakref.ref[Llama]) -> Any:
+    def on_progress(fraction: float, user_data: Any) -> bool:
+        llm = owner()
+        return llm is None or llm._on_progress(fraction)
+
+    return llama_cpp.llama_progress_callback(on_progress)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import weakref
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -108,6 +111,19 @@ def read_sums(geometry: Geometry) -> dict[str, npt.NDArray[np.uint64]]:
     }
 
 
+_LIVE: weakref.WeakSet[ExpertStream] = weakref.WeakSet()
+
+
+def untouched_slot_bytes() -> int:
+    """Slots of all streams of this process that are reserved and hold nothing yet."""
+    total = 0
+    for stream in list(_LIVE):
+        with contextlib.suppress(FlashMoEError):  # it was closed meanwhile
+            stats = stream.stats()
+            total += stats.slot_bytes - stats.resident_bytes
+    return total
+
+
 class ExpertStream:
     """The experts of one model: owns the native stream and knows what its indices mean.
 
@@ -117,6 +133,7 @@ class ExpertStream:
     def __init__(self, geometry: Geometry, *, io: str, policy: str, verify: str = "first") -> None:
         self.geometry = geometry
         self.policy = choose_policy(policy)
+        self._process = os.getpid()
         self._budget_bytes = 0
         self._slots: tuple[int, ...] = ()
         n_ring = max(4, min(64, RING_BYTES // max(geometry.max_part_bytes, 1)))
@@ -130,22 +147,26 @@ class ExpertStream:
         try:
             self._describe()
             self.native.open()
-        except FlashMoEError:
+        except BaseException:
             self.native.close()
             raise
+        _LIVE.add(self)
 
     def _describe(self) -> None:
         packed = self.geometry.packed is not None
         sums = read_sums(self.geometry) if packed else {}
-        shards = [self.native.add_file(shard.path) for shard in self.geometry.header.shards]
+        n_shards = len(self.geometry.header.shards)
+        files = [  # the shards share the first drive, each stripe has one of its own
+            self.native.add_file(file.path, max(0, i - n_shards))
+            for i, file in enumerate(self.geometry.files)
+        ]
         for group in self.geometry.groups:
             index = self.native.add_group(group.layer, FAMILIES.index(group.family), group.n_expert)
             for part in group.parts:
                 self.native.add_part(
                     index,
                     part.tensor,
-                    file=shards[part.shard],
-                    offset=part.offset,
+                    places=[(files[place.file], place.offset) for place in part.places],
                     expert_bytes=part.expert_bytes,
                     stride=part.stride,
                     description=(part.ggml_type, part.shape[0], part.shape[1]) if packed else None,
@@ -169,6 +190,14 @@ class ExpertStream:
         """Counters per group, in the geometry's order."""
         return [self.native.group_counts(i) for i in range(len(self.geometry.groups))]
 
+    def check_process(self) -> None:
+        """Raises FlashMoEError in a child that was forked after loading: threads do not follow."""
+        if os.getpid() != self._process:
+            raise FlashMoEError(
+                "the model was loaded before this process was forked",
+                "load it in the child, or start children with the spawn method",
+            )
+
     def raise_error(self) -> None:
         """Raises ExpertReadError when a load has failed since the last call."""
         error = self.native.take_error()
@@ -177,7 +206,7 @@ class ExpertStream:
         if error.layer < 0:
             raise FlashMoEError("an operation asked for experts that are not part of the model")
         raise ExpertReadError(
-            file=str(self.geometry.header.shards[error.file].path),
+            file=str(self.geometry.files[error.file].path),
             layer=error.layer,
             expert=error.expert,
             tensor=error.tensor,
@@ -202,4 +231,5 @@ class ExpertStream:
 
     def close(self) -> None:
         """Waits for reads in flight and frees the cache."""
+        _LIVE.discard(self)
         self.native.close()

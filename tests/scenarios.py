@@ -87,9 +87,8 @@ def in_turn(make: Make, tokens: Sequence[int], n_greedy: int) -> Logits:
         prompts = tokens, tokens[::-1]
         rows = [follow(llm, prompt, 0)[0] for llm, prompt in zip(llms, prompts, strict=True)]
         for _ in range(n_greedy):
-            for i, llm in enumerate(llms):
+            for llm in llms:
                 rows.append(follow(llm, [int(rows[-2].argmax())], 0)[0])
-                assert llm is llms[i]
         return np.stack(rows)
     finally:
         for llm in llms:

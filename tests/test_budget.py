@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,11 @@ from flashmoe_gguf.budget import (
     make_plan,
     parse_size,
 )
-from flashmoe_gguf.host import _cgroup_limits, available_memory, default_budget
+from flashmoe_gguf.host import _cgroups, available_memory, default_budget
 from flashmoe_gguf.store import read_geometry
 
 MIB = 1 << 20
-FIXED = Fixed(process=60 * MIB, dense=500 * MIB, context=100 * MIB, ring=24 * MIB, reserve=90 * MIB)
+FIXED = Fixed(process=60 * MIB, dense=500 * MIB, context=100 * MIB, ring=24 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,10 @@ def test_below_the_floor(below: int) -> None:
     message = str(caught.value)
     for piece in ("floor", "dense weights 500 MiB", "context", "ring", "process", "reserve"):
         assert piece in message
-    assert f"--ram {FIXED.total // MIB}M" in message
+    hinted = parse_size(re.search(r"--ram (\d+M)", message)[1])  # type: ignore[index]
+    check_floor(hinted, FIXED)  # what the hint says is enough
+    with pytest.raises(BudgetError):
+        check_floor(hinted - 2 * MIB, FIXED)
 
 
 def test_at_the_floor_there_is_a_plan_without_slots() -> None:
@@ -105,11 +109,12 @@ def test_at_the_floor_there_is_a_plan_without_slots() -> None:
 
 def test_given_slots() -> None:
     costs = [GroupCost(MIB, 8), GroupCost(2 * MIB, 4)]
-    plan = fixed_slots_plan(1, FIXED, costs, 6)
+    plan = fixed_slots_plan(FIXED, costs, 6)
     assert plan.slots == (6, 4)
     assert plan.slot_bytes == 14 * MIB
+    assert plan.ram_bytes == plan.total_bytes == FIXED.total + 14 * MIB
     with pytest.raises(OptionError):
-        fixed_slots_plan(1, FIXED, costs, -1)
+        fixed_slots_plan(FIXED, costs, -1)
 
 
 def test_context_size_from_the_header(tiny_model: Callable[[str], Path]) -> None:
@@ -125,21 +130,35 @@ def test_context_size_from_the_header(tiny_model: Callable[[str], Path]) -> None
     assert kv_bytes_at_least(replace(header, metadata=windowed), 1000) == 0
 
 
-def test_cgroup_limits_of_both_versions(tmp_path: Path) -> None:
+def test_what_comes_on_top_is_only_in_the_hint() -> None:
+    with pytest.raises(BudgetError, match="floor of at least") as caught:
+        check_floor(MIB, FIXED, uncounted=1000 * MIB)
+    assert f"--ram {-(-(FIXED.total + 1000 * MIB) // MIB)}M" in caught.value.hint
+
+
+def test_cgroups_of_both_versions(tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
     membership.write_text("7:cpu,memory:/a/b\n3:pids:/x\n0::/c/d\n")
+    stat = (
+        "cache 1\ntotal_inactive_file 300\ntotal_active_file 200\nactive_file 7\ninactive_file 3\n"
+    )
     for path, text in {
         "memory/memory.limit_in_bytes": str((1 << 63) - 4096),
         "memory/a/memory.limit_in_bytes": "9000",
+        "memory/a/memory.usage_in_bytes": "4000",
+        "memory/a/memory.stat": v1,
         "memory/a/b/memory.limit_in_bytes": "7000",
         "c/memory.max": "5000",
+        "c/memory.current": "1000",
+        "c/memory.stat": v2,
         "c/d/memory.max": "max",
     }.items():
         file = tmp_path / "fs" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
-    assert sorted(_cgroup_limits(tmp_path / "fs", membership)) == [5000, 7000, 9000]
-    assert _cgroup_limits(tmp_path / "fs", tmp_path / "none") == []
+    # limit, and what is used beyond page cache
+    assert sorted(_cgroups(tmp_path / "fs", membership)) == [(5000, 990), (7000, 0), (9000, 3500)]
+    assert _cgroups(tmp_path / "fs", tmp_path / "none") == []
 
 
 def test_the_default_budget_leaves_room_for_others() -> None:

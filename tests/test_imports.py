@@ -20,10 +20,11 @@ SOURCES = Path(__file__).resolve().parent.parent / PACKAGE
 RANKS = (
     ("errors",),
     ("libs", "gguf", "trace", "host"),
+    ("stripes",),
     ("_native", "packed"),
     ("store", "models"),
     ("pack", "budget", "policy", "stock"),
-    ("streaming",),
+    ("streaming", "arguments"),
     ("simulate", "llama", "train"),
     ("",),
     ("chat", "server", "bench", "demo", "doctor"),

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import scenarios
-from flashmoe_gguf import BudgetError, Llama, OptionError, Stats
+from flashmoe_gguf import BudgetError, FlashMoEError, Llama, OptionError, Stats
 from flashmoe_gguf.store import read_geometry
+from flashmoe_gguf.streaming import untouched_slot_bytes
 
 OPTIONS = scenarios.context_options(2, n_ctx=512)
 
@@ -57,12 +61,159 @@ def test_statistics_add_up(model: Path) -> None:
         ({"n_slots": -2}, "-2 slots"),
         ({"use_mlock": True}, "mlock"),
         ({"lora_path": "adapter.gguf"}, "LoRA"),
+        ({"n_slots": "3"}, "not a whole number"),
+        ({"n_slots": 1.5}, "not a whole number"),
+        ({"n_slots": 2, "ram": "4G"}, "exclude each other"),
+        ({"n_ctx": -5}, "n_ctx is -5"),
+        ({"n_ctx": None}, "n_ctx is None"),
+        ({"n_batch": 0}, "n_batch is 0"),
+        ({"verify": "never"}, "no way to verify"),
     ],
 )
 def test_options_that_cannot_be(model: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words) as caught:
         Llama(str(model), **{**OPTIONS, **options})
-    assert caught.value.hint
+    assert caught.value.hint or options.get("n_slots")
+
+
+def test_a_misspelt_argument_is_not_swallowed(model: Path) -> None:
+    with pytest.raises(TypeError, match="no argument 'polcy'"):
+        Llama(str(model), polcy="lru", **OPTIONS)
+
+
+def test_a_path_that_llama_cpp_cannot_take() -> None:
+    with pytest.raises(OptionError, match="not valid UTF-8"):
+        Llama(b"\xff.gguf".decode(errors="surrogateescape"))
+
+
+def n_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_the_last_reference_frees_everything(model: Path) -> None:
+    """No cycle keeps the model: a reload must not hold two."""
+    before = n_threads()
+    llm = Llama(str(model), n_slots=3, progress=lambda fraction: None, **OPTIONS)
+    assert n_threads() == before + 4
+    gone = weakref.ref(llm)
+    del llm
+    assert gone() is None
+    assert n_threads() == before
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_failed_load_leaves_nothing(model: Path) -> None:
+    def stop(fraction: float) -> None:
+        raise KeyError("stop")
+
+    before, files = n_threads(), len(list(Path("/proc/self/fd").iterdir()))
+    failures: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"progress": stop}, KeyError),
+        ({"ram": "1M"}, BudgetError),
+        ({"policy": "mru"}, OptionError),
+    ]
+    kept = []
+    for options, kind in failures:
+        with pytest.raises(kind) as caught:
+            Llama(str(model), **{**OPTIONS, **options})
+        kept.append(caught.value)  # with its traceback and frames
+        assert n_threads() == before
+        assert len(list(Path("/proc/self/fd").iterdir())) == files
+
+
+def test_following_the_hint_is_enough(model: Path) -> None:
+    """The floor that is printed before loading is one that loading accepts."""
+    with pytest.raises(BudgetError) as caught:
+        Llama(str(model), ram="1M", **OPTIONS)
+    hinted = re.search(r"--ram (\d+M)", caught.value.hint)
+    assert hinted is not None
+    Llama(str(model), ram=hinted[1], **OPTIONS).close()
+
+
+def test_slots_of_other_objects_count(model: Path) -> None:
+    """Reserved and not yet touched: the second object must not plan with it again."""
+    first = Llama(str(model), n_slots=8, **OPTIONS)
+    untouched = first.stats().slot_bytes
+    second = Llama(str(model), n_slots=0, **OPTIONS)
+    assert untouched_slot_bytes() == untouched
+    assert second.plan.fixed.process >= first.plan.fixed.process
+    first.close()
+    assert untouched_slot_bytes() == 0
+    second.close()
+
+
+def test_a_quantized_context_is_not_taken_for_more(tiny_model: Callable[[str], Path]) -> None:
+    sizes = []
+    for kind in (None, 8):  # Q8_0
+        options = {**OPTIONS, "n_ctx": 16384, "flash_attn": True, "type_k": kind, "type_v": kind}
+        llm = Llama(str(tiny_model("mixed")), n_slots=0, **options)
+        sizes.append(llm.plan.fixed.context)
+        llm.close()
+    assert sizes[1] < sizes[0]
+
+
+def test_after_closing_it_says_so(model: Path) -> None:
+    llm = Llama(str(model), n_slots=3, **OPTIONS)
+    tokens = llm.generate([1, 2, 3], temp=0.0)
+    next(tokens)
+    llm.close()
+    for use in (
+        lambda: llm.eval([1]),
+        lambda: next(tokens),
+        lambda: llm.tokenize(b"x"),
+        lambda: llm._ctx.decode(llm._batch),
+    ):
+        with pytest.raises(FlashMoEError, match="the model is closed"):
+            use()
+
+
+def test_a_forked_child_is_told(model: Path, tmp_path: Path) -> None:
+    program = (
+        "import os, sys\n"
+        "from flashmoe_gguf import FlashMoEError, Llama\n"
+        "llm = Llama(sys.argv[1], n_slots=0, n_ctx=256, n_threads=1, n_threads_batch=1,"
+        " verbose=False)\n"
+        "llm.eval([1, 2, 3])\n"
+        "if os.fork() == 0:\n"
+        "    try:\n"
+        "        llm.eval([4])\n"
+        "    except FlashMoEError as error:\n"
+        "        print(error.message, flush=True)\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(model)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "before this process was forked" in done.stdout
+
+
+def test_the_user_s_abort_callback_is_free(model: Path) -> None:
+    import llama_cpp
+
+    llm = Llama(str(model), n_slots=0, **OPTIONS)
+    callback = llama_cpp.ggml_abort_callback(lambda _data: True)
+    llama_cpp.llama_set_abort_callback(llm.ctx, callback, None)
+    with pytest.raises(RuntimeError, match="llama_decode returned 2"):
+        llm.eval([1, 2, 3])
+    llama_cpp.llama_set_abort_callback(llm.ctx, llama_cpp.ggml_abort_callback(0), None)
+    scenarios.follow(llm, [1, 2, 3], 2)
+    llm._experts.native.verify()
+    llm.close()
 
 
 def test_a_budget_below_the_floor(model: Path) -> None:

@@ -51,7 +51,12 @@ def load(arm: Arm) -> Any:
         from flashmoe_gguf.llama import Llama
 
         return Llama(
-            arm.model, ram=arm.ram, n_slots=arm.n_slots, policy=arm.policy, io=arm.io, **options
+            arm.model,
+            ram=arm.ram if arm.n_slots is None else None,
+            n_slots=arm.n_slots,
+            policy=arm.policy,
+            io=arm.io,
+            **options,
         )
     from flashmoe_gguf.stock import plain_llama, without_repacking
 

@@ -77,20 +77,29 @@ def summary(name: str, rows: list[dict[str, Any]]) -> str:
 
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path), required=True)
+@click.option(
+    "--packed",
+    type=click.Path(path_type=Path, exists=True),
+    help="The same model, packed: measured as arms of its own.",
+)
 @click.option("--trace", type=click.Path(path_type=Path, exists=True), help="To build the model.")
 @click.option("--limit", "limits", multiple=True, help="Memory limit; several for a sweep.")
 @click.option("--rounds", default=5)
 @click.option("--prompt", "n_prompt", default=64)
 @click.option("--gen", "n_gen", default=128)
-@click.option("--stock-gen", "n_stock", default=0, help="Tokens of the stock arm, which is slow.")
+@click.option(
+    "--stock-gen", "n_stock", default=0, help="Tokens of the slow stock arm; -1: without it."
+)
 @click.option("--warmup", default=0, help="Tokens decoded before the clock starts.")
 @click.option("--slots", type=int, help="Slots per layer instead of what the limit allows.")
 @click.option("--policy", "policies", multiple=True, default=("auto",))
 @click.option("--ctx", default=1024)
 @click.option("--ubatch", default=128)
+@click.option("--io", type=click.Choice(("auto", "direct", "buffered")), default="auto")
 @click.option("--unlimited/--no-unlimited", default=False, help="Also stock without a limit.")
 def main(
     model: Path,
+    packed: Path | None,
     trace: Path | None,
     limits: tuple[str, ...],
     rounds: int,
@@ -102,6 +111,7 @@ def main(
     policies: tuple[str, ...],
     ctx: int,
     ubatch: int,
+    io: str,
     unlimited: bool,
 ) -> None:
     """Stock against streamed on a replay model."""
@@ -119,10 +129,16 @@ def main(
     for limit in limits:
         limit_bytes = parse_size(limit)
         few = {"n_gen": n_stock, "n_warmup": 0} if n_stock else {}
-        arms.append((_arm(base, f"stock, {limit}", stream=False, **few), limit_bytes))
+        if n_stock >= 0:
+            arms.append((_arm(base, f"stock, {limit}", stream=False, **few), limit_bytes))
         for p in policies:
             name = f"streamed {p}, {limit}"
-            arms.append((_arm(base, name, policy=p, ram=limit_bytes, n_slots=slots), limit_bytes))
+            arm = _arm(base, name, policy=p, ram=limit_bytes, n_slots=slots, io=io)
+            arms.append((arm, limit_bytes))
+            if packed is not None:
+                arms.append(
+                    (replace(arm, name=f"packed {p}, {limit}", model=str(packed)), limit_bytes)
+                )
     rows = []
     for _ in range(rounds):
         for arm, size in arms:
