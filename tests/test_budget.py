@@ -139,9 +139,8 @@ def test_what_comes_on_top_is_only_in_the_hint() -> None:
 def test_cgroups_of_both_versions(tmp_path: Path) -> None:
     membership = tmp_path / "cgroup"
     membership.write_text("7:cpu,memory:/a/b\n3:pids:/x\n0::/c/d\n")
-    stat = (
-        "cache 1\ntotal_inactive_file 300\ntotal_active_file 200\nactive_file 7\ninactive_file 3\n"
-    )
+    v1 = "cache 1\ntotal_inactive_file 300\ntotal_active_file 200\nactive_file 9\n"
+    v2 = "anon 1\nactive_file 7\ninactive_file 3\n"
     for path, text in {
         "memory/memory.limit_in_bytes": str((1 << 63) - 4096),
         "memory/a/memory.limit_in_bytes": "9000",
