@@ -210,6 +210,7 @@ def test_cancel_in_the_prompt() -> None:
     assert list(completion.text()) == []
     summary = completion.summary()
     assert (summary.finish, summary.answer_tokens) == ("cancelled", 0)
+    assert summary.prompt_tokens == 2  # the script computes all of it before it looks
 
 
 def test_decode_is_interrupted_only_where_it_is_slow() -> None:

@@ -72,12 +72,13 @@ def test_commands(replay: Path, answer: str) -> None:
     assert lines_like(
         "\n".join(said),
         [
+            # free slots may be filled in the background from the start
             r"tokens  0 computed",
             r"hits    - in decode, - in all",
-            r"read    0 B in 0 requests, 0 B of it experts",
+            r"read    [\d.]+ \w+ in \d+ requests, [\d.]+ \w+ of it experts",
             r"waited  compute threads slept for experts 0 times, 0\.00 s",
-            r"cache   0 experts came, 0 left, 0 were used without being kept; policy dlfu",
-            r"memory  experts 0 B of [\d.]+ MiB, dense [\d.]+ [KM]iB, ring [\d.]+ MiB, budget .*",
+            r"cache   \d+ experts came, 0 left, 0 were used without being kept; policy dlfu",
+            r"memory  experts [\d.]+ \w+ of [\d.]+ MiB, dense .*, ring [\d.]+ MiB, budget .*",
             r"I/O     (direct|buffered)",
             SUMMARY,
             r"the conversation is forgotten",
@@ -89,6 +90,12 @@ def test_commands(replay: Path, answer: str) -> None:
             r"/quit   leave; Ctrl-D does too",
         ],
     ), result.stderr
+
+
+def test_stats_show_no_budget_that_nothing_obeys(replay: Path) -> None:
+    said = chat(replay, "/stats", options=("--n-slots", "2")).stderr.splitlines()
+    assert len([line for line in said if line.startswith("memory ")]) == 2  # the plan's, the stats'
+    assert not any("budget" in line for line in said)
 
 
 def test_a_full_context(replay: Path) -> None:

@@ -57,6 +57,11 @@ def test_no_command_shows_the_help() -> None:
         (["run", "m.gguf", "--tokens", "1", "--chat"], "--tokens takes no --chat"),
         (["run", "m.gguf", "-p", "a", "--no-stream", "--ram", "8G"], "--ram means nothing with"),
         (["run", "m.gguf", "-p", "a", "--no-stream", "--n-slots", "0"], "--n-slots means nothing"),
+        (["run", "m.gguf", "-p", "a", "--ram", "8G", "--n-slots", "4"], "--ram and --n-slots excl"),
+        (["run", "", "-p", "a"], "'MODEL': the path is empty."),
+        (["run", "m.gguf", "-f", ""], "the path is empty."),
+        (["chat", ""], "'MODEL': the path is empty."),
+        (["inspect", ""], "'MODEL': the path is empty."),
         (["run", "m.gguf", "-p", "a", "--batch", "64", "--ubatch", "128"], "--ubatch is more than"),
         (["run", "m.gguf", "-p", "a", "--temp", "-1"], "-1.0 is not in the range x>=0"),
         (["run", "m.gguf", "-p", "a", "--temp", "nan"], "'nan' is not a finite number"),
@@ -95,8 +100,19 @@ def raising(error: BaseException) -> Callable[[object], None]:
         ),
         (
             MemoryError(),
+            2,
+            "error: not enough memory for flashmoe inspect\n"
+            "hint: close other programs, or try it with a smaller model or smaller numbers\n",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
             1,
-            "error: MemoryError\n"
+            "error: cannot write to stdout: No space left on device\nhint: check where it goes\n",
+        ),
+        (
+            OSError(errno.EIO, "Input/output error"),
+            1,
+            "error: OSError: [Errno 5] Input/output error\n"
             "hint: this is not expected; FLASHMOE_TRACEBACK=1 shows where it happened\n",
         ),
     ],
@@ -105,7 +121,7 @@ def test_exit_codes(
     error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspect, "read_geometry", raising(error))
-    result = CliRunner().invoke(main, ["inspect", "m.gguf"])
+    result = CliRunner().invoke(main, ["inspect", "m.gguf"], prog_name="flashmoe")
     assert (result.exit_code, result.stdout, result.stderr) == (code, "", said)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,20 +29,23 @@ from cli_tools import (
 )
 from flashmoe_gguf.bench.synthetic import replay_text
 from flashmoe_gguf.cli import loading
+from flashmoe_gguf.cli.run import _check_empty
+from flashmoe_gguf.errors import OptionError
+from flashmoe_gguf.host import MemoryLimit
 from tiny_models import child
 
 GREEDY = ("--temp", "0", "-t", "1")
 
 PLAN = [
     r"model   replay\.gguf, qwen3moe, [\d.]+ MiB, 3 layers, 8 experts, top-2",
-    r"memory  2 GiB budget, [\d.]+ MiB planned: dense [\d.]+ [KM]iB, context [\d.]+ [KM]iB, "
+    r"memory  [\d.]+ MiB planned: dense [\d.]+ [KM]iB, context [\d.]+ [KM]iB, "
     r"ring [\d.]+ MiB, process [\d.]+ MiB, reserve [\d.]+ MiB, experts [\d.]+ MiB",
     r"cache   4 of 8 experts per layer, 50 % of their bytes; policy lru, I/O buffered",
-    r"run     context 512, threads 1, batch 512, ubatch 256",
+    r"run     context 512, threads 1, batch 512, ubatch 256, flash attention",
 ]
 SUMMARY = (
     r"prompt 2 tokens, [\d.]+ tok/s; answer 20 tokens, [\d.]+ tok/s; hits [\d.]+ %; "
-    r"read [\d.]+ [KM]iB; waited \d+ %"
+    r"read [\d.]+ \w+; waited \d+ %"
 )
 
 
@@ -54,7 +61,7 @@ def replay(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_whole_output(replay: Path) -> None:
-    options = ("--ram", "2G", "--n-slots", 4, "--policy", "lru", "--io", "buffered")
+    options = ("--flash-attn", "--n-slots", 4, "--policy", "lru", "--io", "buffered")
     arguments = (*options, "--ctx", 512, "--ubatch", 256, "-n", 20, *GREEDY)
     result = flashmoe("run", replay, "-p", replay_text(0, 2), *map(str, arguments))
     assert result.exit_code == 0
@@ -156,7 +163,6 @@ def test_json_schema(replay: Path, tmp_path: Path) -> None:
 def test_bad_options(replay: Path, tiny_model: Callable[[str], Path]) -> None:
     run = ("run", replay, *GREEDY)
     assert_error(flashmoe(*run, "-p", "a" * 900), "takes 900 tokens, the context holds 856", "1280")
-    assert_error(flashmoe(*run, "-p", ""), "the prompt is empty", "at least one token")
     assert_error(flashmoe(*run, "-p", "a", "--policy", "mru"), "no policy 'mru'", "auto, ")
     assert_error(flashmoe(*run, "-p", "a", "--ram", "lots"), "'lots' is not an amount", "8G")
     assert_error(flashmoe(*run, "--tokens", "1;2"), "'1;2' is not a list of token ids", "1,2,3")
@@ -169,8 +175,86 @@ def test_bad_options(replay: Path, tiny_model: Callable[[str], Path]) -> None:
 def test_a_budget_below_the_floor(replay: Path) -> None:
     result = flashmoe("run", replay, "-p", "a", "--ram", "20M")
     assert_error(result, "20 MiB of memory is below the floor of", "give --ram")
+    assert result.stderr.endswith("--flash-attn and a smaller --ubatch need less too\n")
     for piece in ("dense weights", "context and compute buffers", "read ring", "the process"):
         assert piece in result.stderr
+
+
+def test_the_budget_is_printed_where_it_is_obeyed(replay: Path) -> None:
+    options = ("--ram", "2G", "--ubatch", "4000000000", "--ctx", "300", "-n", "1", *GREEDY)
+    result = flashmoe("run", replay, "-p", "a", *options)
+    assert result.exit_code == 0
+    assert re.search(r"^memory  2 GiB budget, [\d.]+ MiB planned: ", result.stderr, re.M)
+    # no batch is larger than the context
+    assert "run     context 300, threads 1, batch 300, ubatch 300\n" in result.stderr
+
+
+def test_batches_end_with_the_context(replay: Path) -> None:
+    huge = ("-b", "1000000000", "--ubatch", "400", "-n", "1", *GREEDY)
+    result = flashmoe("run", replay, "-p", "a", *huge)
+    assert result.exit_code == 0
+    assert "context 856, threads 1, batch 856, ubatch 400\n" in result.stderr
+
+
+def test_too_little_memory_for_the_context(replay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashmoe_gguf import llama
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(llama, "Llama", fail)
+    result = flashmoe("run", replay, "-p", "a", "--ctx", "600", *GREEDY)
+    assert_error(result, "not enough memory for 600 tokens of context and batches of 512", "--ctx")
+
+
+def test_an_empty_prompt_is_refused_before_loading(
+    replay: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_load", pytest.fail)
+    empty = flashmoe("run", replay, "-p", "", *GREEDY)
+    assert_error(empty, "the prompt is empty", "at least one token")
+    assert_error(flashmoe("run", replay, "-f", "-", *GREEDY, stdin=""), "the prompt is empty", "")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "refused"),
+    [
+        ({}, True),
+        ({"tokenizer.ggml.model": "gpt2"}, True),
+        ({"tokenizer.ggml.model": "llama"}, False),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.add_bos_token": False}, True),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.add_bos_token": True}, False),
+    ],
+)
+def test_a_start_token_makes_an_empty_prompt(metadata: dict[str, Any], refused: bool) -> None:
+    geometry: Any = SimpleNamespace(header=SimpleNamespace(metadata=metadata))
+    with pytest.raises(OptionError) if refused else nullcontext():
+        _check_empty(geometry)
+
+
+def test_a_plan_beyond_what_there_is(replay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "available_memory", lambda: MemoryLimit(1 << 20, "a test"))
+    result = flashmoe("run", replay, "-p", replay_text(0, 1), "-n", "1", *GREEDY)
+    assert (result.exit_code, result.stdout) == (0, replay_text(1, 1) + "\n")
+    note = (
+        r"[\d.]+ [MG]iB are planned, but this process can have 1 MiB \(a test\): "
+        r"it may swap or be killed"
+    )
+    assert lines_like("\n".join(result.stderr.splitlines()[4:-1]), [note]), result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_a_path_that_is_not_utf8(replay: Path, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.gguf")
+    path.symlink_to(replay)
+    assert flashmoe("inspect", path).exit_code == 0
+    assert_error(flashmoe("run", path, "-p", "a"), "path is not valid UTF-8: ", "rename the file")
+    stock = flashmoe_child("run", path, "-p", "a", "--no-stream")
+    assert (stock.returncode, stock.stdout) == (2, "")
+    assert lines_like(
+        stock.stderr,
+        [r"error: the model's path is not valid UTF-8: '.*\\udcff\.gguf'", "hint: rename the file"],
+    ), stock.stderr
 
 
 def test_bad_files(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
@@ -264,8 +348,10 @@ def test_ctrl_c_in_a_long_prompt(long_replay: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt").write_text(replay_text(0, 5500), encoding="utf-8")
     slow = ("-f", tmp_path / "prompt", "--ctx", "0", "--n-slots", "0", "--batch", "1", *GREEDY)
     with Terminal("run", long_replay, *slow) as terminal:
-        terminal.expect(r"prompt .* of 5500 tokens, [\d.]+ tok/s, \d+ s left")
+        terminal.expect(r"prompt .*[1-9]\d* of 5500 tokens, [\d.]+ tok/s, \d+ s left")
         terminal.send("\x03")
-        terminal.expect(r"prompt 0 tokens; answer 0 tokens; .* waited \d+ %")
+        shown = terminal.expect(r"prompt \d+ tokens, [\d.]+ tok/s; answer 0 tokens; .* waited")
+        computed = re.findall(r"prompt (\d+) tokens,", shown)[-1]
+        assert 0 < int(computed) < 5500
         assert terminal.exit_code() == 128 + signal.SIGINT
         assert "Traceback" not in terminal.rest

@@ -159,6 +159,7 @@ class Completion:
                 started = time.perf_counter()
             self._finish = "cancelled"
             if self.in_prompt:
+                self._prompt_tokens = engine.computed_tokens - self._computed_before
                 self._prompt_seconds = time.perf_counter() - started
 
     def _count(self, seconds: float) -> None:

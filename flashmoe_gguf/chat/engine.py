@@ -59,7 +59,7 @@ class Engine(Protocol):
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens decoded since the model was loaded."""
+        """Tokens decoded since the model was loaded, also in decodes that were stopped."""
 
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a text, markers such as <|im_end|> recognised, none added."""
@@ -111,6 +111,7 @@ class LlamaEngine:
         self._computed = 0
         self._running: tuple[int, int] | None = None
         self._stopped: Callable[[], bool] = _never
+        self._done_at_stop = 0
         self._interrupt: KeyboardInterrupt | None = None
         self._abort = llama_cpp.ggml_abort_callback(self._on_abort)
         self._no_abort = llama_cpp.ggml_abort_callback()
@@ -189,7 +190,7 @@ class LlamaEngine:
             self._running = None
             self._computed += len(batch)
 
-        self._stopped, self._interrupt = stopped, None
+        self._stopped, self._interrupt, self._done_at_stop = stopped, None, 0
         llm.eval = counted
         try:
             yield from llm.generate(
@@ -208,6 +209,7 @@ class LlamaEngine:
                 llm.reset()  # such a state cannot go back to before the decode that failed
             if self._interrupt is not None:
                 raise self._interrupt from None
+            self._computed += self._done_at_stop
             if not stopped():
                 raise FlashMoEError(
                     f"llama.cpp could not compute: {_one_line(error)}",
@@ -229,7 +231,12 @@ class LlamaEngine:
 
     def _on_abort(self, _data: Any) -> bool:
         try:
-            return self._stopped()
+            if not self._stopped():
+                return False
+            # asked here, inside the decode: there is nothing to ask once it has ended
+            progress = self.progress()
+            self._done_at_stop = int(progress[0]) if progress else 0
+            return True
         except KeyboardInterrupt as interrupt:  # ctypes would print it and go on
             self._interrupt = interrupt
             return True

@@ -15,6 +15,7 @@ from flashmoe_gguf.cli.loading import Loaded, loaded, note_template, prepare_gra
 from flashmoe_gguf.cli.options import Choice, LoadOptions, load_options, sampling_options
 from flashmoe_gguf.cli.screen import Screen, count
 from flashmoe_gguf.cli.stats_text import stats_rows
+from flashmoe_gguf.cli.std_streams import need_stdin
 from flashmoe_gguf.errors import ExpertReadError, OptionError
 
 _PROMPT = "> "
@@ -54,6 +55,7 @@ def chat(load: LoadOptions, choice: Choice, system: str | None) -> None:
       flashmoe chat model.gguf --system "Answer in one sentence." --temp 0
       printf 'Hello\\nAnd now in French\\n' | flashmoe chat model.gguf
     """
+    need_stdin()
     choice = prepare_grammar(choice, load)
     with Screen() as screen, loaded(load, screen, needs_text=True) as model:
         note_template(screen, model)
@@ -123,7 +125,7 @@ def _command(line: str, screen: Screen, model: Loaded, session: ChatSession) -> 
         if stats is None:
             screen.line("there is no expert cache: this model runs in llama.cpp's usual way")
         else:
-            screen.rows(stats_rows(stats))
+            screen.rows(stats_rows(stats, budgeted=model.options.n_slots is None))
     else:
         screen.line(f"there is no command {name}; /help lists them")
     return True
@@ -140,7 +142,7 @@ def _lines(screen: Screen) -> Iterator[str]:
     interrupts = 0
     while True:
         try:
-            line = _read(screen) if interactive else sys.stdin.readline()
+            line = _read(screen) if interactive else _next_line()
         except EOFError:
             screen.line("")
             return
@@ -166,3 +168,12 @@ def _read(screen: Screen) -> str:
     # stdout is the answer's alone
     screen.console.print(_PROMPT, end="")
     return input()
+
+
+def _next_line() -> str:
+    try:
+        return sys.stdin.readline()
+    except OSError as error:
+        raise OptionError(
+            f"cannot read stdin: {error.strerror or error}", "give a pipe or a file: < FILE"
+        ) from None

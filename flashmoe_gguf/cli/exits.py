@@ -6,16 +6,20 @@ import errno
 import os
 import sys
 import traceback
-from contextlib import suppress
 from typing import Any
 
 import click
 
+from flashmoe_gguf.cli.std_streams import drop, fill_closed, stdout_fails
 from flashmoe_gguf.errors import FlashMoEError
 
 BAD_INPUT = 2
 UNEXPECTED = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+# What only writing fails with.
+_FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 class Commands(click.Group):
@@ -24,6 +28,13 @@ class Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order in which they were added, not by the alphabet."""
         return list(self.commands)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        fill_closed()
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:  # --help and --version write before there is a command
+            sys.exit(_os_error(error))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -36,24 +47,43 @@ class Commands(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except OSError as error:
-            if error.errno == errno.EPIPE:  # whoever read our output has left
-                _drop_stdout()
-                ctx.exit(UNEXPECTED)
-            _report_unexpected(error)
-            ctx.exit(UNEXPECTED)
+            ctx.exit(_os_error(error))
+        except MemoryError:
+            report(
+                FlashMoEError(
+                    f"not enough memory for {ctx.info_name} {ctx.invoked_subcommand}",
+                    "close other programs, or try it with a smaller model or smaller numbers",
+                )
+            )
+            ctx.exit(BAD_INPUT)
         except Exception as error:
             _report_unexpected(error)
             ctx.exit(UNEXPECTED)
 
 
+def _os_error(error: OSError) -> int:
+    """Reports an error of the system's that no command has handled; returns the exit code."""
+    if error.errno == errno.EPIPE:  # whoever read our output has left
+        drop(sys.stdout)
+    elif error.filename is None and (error.errno in _FULL or stdout_fails()):
+        drop(sys.stdout)
+        report(FlashMoEError(f"cannot write to stdout: {error.strerror}", "check where it goes"))
+    else:
+        _report_unexpected(error)
+    return UNEXPECTED
+
+
 def report(error: FlashMoEError) -> None:
     """Two lines on stderr: what went wrong, and what to do about it where that is known."""
     color = False if os.environ.get("NO_COLOR") else None
-    label = click.style("error:", fg="red", bold=True)
-    click.echo(f"{label} {error.message}", err=True, color=color)
+    lines = [f"{click.style('error:', fg='red', bold=True)} {error.message}"]
     if error.hint:
-        label = click.style("hint:", bold=True)
-        click.echo(f"{label} {error.hint}", err=True, color=color)
+        lines.append(f"{click.style('hint:', bold=True)} {error.hint}")
+    try:
+        for line in lines:
+            click.echo(line, err=True, color=color)
+    except OSError:  # stderr is full or gone; the exit code still tells
+        drop(sys.stderr)
 
 
 def _report_unexpected(error: Exception) -> None:
@@ -66,13 +96,3 @@ def _report_unexpected(error: Exception) -> None:
             "this is not expected; FLASHMOE_TRACEBACK=1 shows where it happened",
         )
     )
-
-
-def _drop_stdout() -> None:
-    """What is left in stdout's buffer must not fail again when Python exits."""
-    with suppress(OSError, ValueError):  # it may have no file descriptor
-        null = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(null, sys.stdout.fileno())
-        finally:
-            os.close(null)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from flashmoe_gguf.budget import format_size
+from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.cli.screen import Rows, format_rows, format_table
 from flashmoe_gguf.gguf.cursor import shown
 from flashmoe_gguf.packed import PackedInfo
@@ -16,7 +17,7 @@ from flashmoe_gguf.store import Geometry, Group, read_geometry
 
 
 @click.command(short_help="Show a model's experts; loads nothing.")
-@click.argument("model", type=click.Path())
+@click.argument("model", type=FilePath())
 @click.option("--json", "as_json", is_flag=True, help="The same and more as JSON.")
 def inspect(model: str, as_json: bool) -> None:
     """Show what is in a model file: layers, experts, quant types, sizes.
@@ -44,7 +45,7 @@ def inspect(model: str, as_json: bool) -> None:
 def _rows(geometry: Geometry) -> Rows:
     header = geometry.header
     shards = header.shards
-    total = sum(shard.size_bytes for shard in shards)
+    total = sum(file.size_bytes for file in geometry.files)
     name = header.metadata.get("general.name")
     rows = [
         ("file", f"{shown(header.path.name)}, {format_size(total)}"),
@@ -53,6 +54,7 @@ def _rows(geometry: Geometry) -> Rows:
     ]
     if geometry.packed is not None:
         rows.append(("packed", _packed_text(geometry.packed)))
+        rows += [("stripe", shown(stripe.path)) for stripe in geometry.packed.stripes]
     if isinstance(name, str):
         rows.insert(0, ("model", shown(name)))
     context = header.get("context_length")
@@ -155,8 +157,8 @@ def as_dict(geometry: Geometry) -> dict[str, Any]:
                         "tensor": part.tensor,
                         "type": part.type_name,
                         "shape": list(part.shape),
-                        "shard": part.shard,
-                        "offset": part.offset,
+                        "shard": part.shard if len(part.places) == 1 else None,
+                        "offset": part.offset if len(part.places) == 1 else None,
                         "bytes_per_expert": part.expert_bytes,
                     }
                     for part in group.parts
@@ -175,4 +177,5 @@ def _packed_dict(packed: PackedInfo | None) -> dict[str, Any] | None:
         "version": packed.version,
         "fingerprint": packed.fingerprint,
         "source_files": list(packed.source_files),
+        "stripes": [{"path": str(s.path), "bytes": s.size_bytes} for s in packed.stripes],
     }

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashmoe_gguf.budget import Plan
+from flashmoe_gguf.budget import Plan, format_size
 from flashmoe_gguf.chat import LlamaEngine, grammar_from_json_schema
 from flashmoe_gguf.cli.interrupts import interrupt_flag
 from flashmoe_gguf.cli.options import DEFAULT_CTX, Choice, LoadOptions
 from flashmoe_gguf.cli.plan_text import plan_rows
 from flashmoe_gguf.cli.progress import Activity, State
 from flashmoe_gguf.cli.screen import Screen
-from flashmoe_gguf.errors import OptionError
+from flashmoe_gguf.errors import BudgetError, OptionError
+from flashmoe_gguf.host import available_memory
 from flashmoe_gguf.store import Geometry, read_geometry
 
+_FLASH_ATTN = 1  # llama.h: LLAMA_FLASH_ATTN_TYPE_ENABLED
 _NO_VOCABULARY = ("no_vocab", "none")  # llama.cpp, src/llama-vocab.cpp
 
 
@@ -38,14 +40,24 @@ class Loaded:
 
 
 @contextmanager
-def loaded(options: LoadOptions, screen: Screen, *, needs_text: bool) -> Iterator[Loaded]:
-    """The model, closed at the end. Raises what `flashmoe_gguf.Llama` raises, KeyboardInterrupt
-    when it is stopped, OptionError for a model that makes no text.
+def loaded(
+    options: LoadOptions,
+    screen: Screen,
+    *,
+    needs_text: bool,
+    check: Callable[[Geometry], None] | None = None,
+) -> Iterator[Loaded]:
+    """The model, closed at the end. `check` sees its header first, and may raise.
+
+    Raises what `flashmoe_gguf.Llama` raises, KeyboardInterrupt when it is stopped, OptionError for
+    a model that makes no text.
     """
     if options.verbose:
         screen.is_terminal = False  # a bar and llama.cpp's log would write over each other
     geometry = read_geometry(options.model)
     _check_kind(geometry, needs_text)
+    if check is not None:
+        check(geometry)
     n_ctx = _context(options, geometry, screen)
     llm = _load(options, screen, n_ctx)
     try:
@@ -58,11 +70,17 @@ def loaded(options: LoadOptions, screen: Screen, *, needs_text: bool) -> Iterato
                 geometry,
                 streamed=options.stream,
                 plan=model.plan,
+                budgeted=options.n_slots is None,
                 stats=model.engine.stats(),
                 settings=f"context {model.engine.n_ctx}, threads {options.n_threads}, "
-                f"batch {llm.n_batch}, ubatch {llm.context_params.n_ubatch}",
+                f"batch {llm.n_batch}, ubatch {llm.context_params.n_ubatch}"
+                + (
+                    ", flash attention" if llm.context_params.flash_attn_type == _FLASH_ATTN else ""
+                ),
             )
         )
+        if model.plan is not None:
+            _note_memory(screen, model.plan)
         yield model
     finally:
         llm.close()
@@ -72,6 +90,16 @@ def note_template(screen: Screen, model: Loaded) -> None:
     """Says so when a model is chatted with in a template that it did not bring."""
     if not model.engine.has_template:
         screen.note("the model has no chat template, so it is chatted with in ChatML")
+
+
+def _note_memory(screen: Screen, plan: Plan) -> None:
+    """Says so when more is planned than there is: a user may know better, so it is no error."""
+    here = available_memory()
+    if plan.total_bytes > here.limit_bytes:
+        screen.note(
+            f"{format_size(plan.total_bytes)} are planned, but this process can have "
+            f"{format_size(here.limit_bytes)} ({here.source}): it may swap or be killed"
+        )
 
 
 def _check_kind(geometry: Geometry, needs_text: bool) -> None:
@@ -99,10 +127,12 @@ def _context(options: LoadOptions, geometry: Geometry, screen: Screen) -> int:
 
 
 def _load(options: LoadOptions, screen: Screen, n_ctx: int) -> Any:
+    n_batch = min(options.n_batch, n_ctx)  # as llama.cpp does; llama_cpp's arrays come before it
     arguments: dict[str, Any] = {
         "n_ctx": n_ctx,
-        "n_batch": options.n_batch,
-        "n_ubatch": min(options.ubatch, options.n_batch),
+        "n_batch": n_batch,
+        "n_ubatch": min(options.ubatch, n_batch),
+        "flash_attn": options.flash_attn,
         "n_threads": options.n_threads,
         "n_threads_batch": options.n_threads,
         "verbose": options.verbose,
@@ -115,6 +145,7 @@ def _load(options: LoadOptions, screen: Screen, n_ctx: int) -> Any:
             raise KeyboardInterrupt
 
     with (
+        _hints(options, n_ctx, n_batch),
         interrupt_flag() as interrupted,
         Activity(screen, "loading", lambda: _load_state(done[0])),
     ):
@@ -139,6 +170,22 @@ def _load(options: LoadOptions, screen: Screen, n_ctx: int) -> Any:
         llm.close()
         raise KeyboardInterrupt
     return llm
+
+
+@contextmanager
+def _hints(options: LoadOptions, n_ctx: int, n_batch: int) -> Iterator[None]:
+    """Errors about memory name the options that take less of it."""
+    smaller = "a smaller --ubatch" if options.flash_attn else "--flash-attn and a smaller --ubatch"
+    try:
+        yield
+    except BudgetError as error:
+        hint = f"{error.hint}; {smaller} need less too"
+        raise BudgetError(error.message, hint) from error
+    except MemoryError:
+        raise OptionError(
+            f"not enough memory for {n_ctx} tokens of context and batches of {n_batch}",
+            "give a smaller --ctx or --batch",
+        ) from None
 
 
 def _load_state(fraction: float) -> State:

@@ -12,6 +12,8 @@ import click
 import psutil
 
 from flashmoe_gguf.chat import Sampling
+from flashmoe_gguf.cli.paths import FilePath
+from flashmoe_gguf.cli.std_streams import need_stdin
 from flashmoe_gguf.errors import OptionError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,6 +53,7 @@ class LoadOptions:
     threads: int | None = None
     batch: int | None = None
     ubatch: int = DEFAULT_BATCH
+    flash_attn: bool = False
     verbose: bool = False
 
     @property
@@ -60,7 +63,7 @@ class LoadOptions:
 
     @property
     def n_batch(self) -> int:
-        """As asked for, or as small as a ubatch allows."""
+        """As asked for, or as small as a ubatch allows. The context caps both when it loads."""
         return self.batch or max(DEFAULT_BATCH, self.ubatch)
 
 
@@ -75,7 +78,7 @@ def load_options(command: F) -> F:
     """MODEL and everything that says how to load it; the command gets `load: LoadOptions`."""
     for option in reversed(
         (
-            click.argument("model", type=click.Path()),
+            click.argument("model", type=FilePath()),
             click.option(
                 "--ram",
                 metavar="SIZE",
@@ -104,7 +107,7 @@ def load_options(command: F) -> F:
                 "--batch",
                 type=click.IntRange(min=1),
                 metavar="N",
-                help="Prompt tokens handed to llama.cpp at once.",
+                help="Prompt tokens handed to llama.cpp at once; the context at most.",
                 show_default=f"{DEFAULT_BATCH}, or --ubatch if that is more",
             ),
             click.option(
@@ -114,6 +117,13 @@ def load_options(command: F) -> F:
                 default=DEFAULT_BATCH,
                 help="Prompt tokens computed at once: more means fewer passes over the experts "
                 "and more memory.",
+            ),
+            click.option(
+                "--flash-attn",
+                is_flag=True,
+                help="Flash attention: long contexts take much less memory for compute buffers. "
+                "Results equal those of llama.cpp with flash attention, whose last bits differ "
+                "from those without.",
             ),
             click.option(
                 "--policy",
@@ -138,7 +148,7 @@ def load_options(command: F) -> F:
                 "--n-slots",
                 type=click.IntRange(min=0),
                 metavar="N",
-                help="Experts cached per layer, whatever --ram says; 0: none.",
+                help="Experts cached per layer, in place of --ram; 0: none.",
             ),
             click.option(
                 "--no-stream",
@@ -258,13 +268,15 @@ def _gather(command: F, name: str, make: Callable[[dict[str, Any]], Any]) -> F:
 def _make_load_options(options: dict[str, Any]) -> LoadOptions:
     no_stream = options.pop("no_stream")
     names = ("model", "ram", "policy", "io", "verify", "n_slots", "ctx", "threads", "batch")
-    values = {name: options.pop(name) for name in (*names, "ubatch", "verbose")}
+    values = {name: options.pop(name) for name in (*names, "ubatch", "flash_attn", "verbose")}
     load = LoadOptions(**values, stream=not no_stream)
     if no_stream:
         for name in _STREAM_ONLY:
             if getattr(load, name) != getattr(LoadOptions, name):
                 flag = f"--{name.replace('_', '-')}"
                 raise click.UsageError(f"{flag} means nothing with --no-stream.")
+    if load.ram is not None and load.n_slots is not None:
+        raise click.UsageError("--ram and --n-slots exclude each other.")
     if load.batch is not None and load.batch < load.ubatch != DEFAULT_BATCH:
         raise click.UsageError("--ubatch is more than --batch.")
     return load
@@ -294,10 +306,14 @@ def _make_choice(options: dict[str, Any]) -> Choice:
 
 def read_text(path: str) -> str:
     """A file's text, stdin's for "-"; raises OptionError for one that cannot be read."""
+    if path == "-":
+        need_stdin()
     try:
         with click.open_file(path, encoding="utf-8") as file:
             return str(file.read())
     except OSError as error:
-        raise OptionError(f"{path}: cannot read: {error.strerror}", "check the path") from None
+        raise OptionError(
+            f"{path}: cannot read: {error.strerror or error}", "check the path"
+        ) from None
     except UnicodeDecodeError:
         raise OptionError(f"{path}: this is not UTF-8 text", "convert it first") from None

@@ -18,12 +18,14 @@ def plan_rows(
     *,
     streamed: bool,
     plan: Plan | None,
+    budgeted: bool,
     stats: Stats | None,
     settings: str,
 ) -> Rows:
     """What was loaded, where memory goes, and how experts are read.
 
     `streamed` is what was asked for; `plan` and `stats` are None for a model without experts.
+    `budgeted` False: the number of slots was given, and no budget is obeyed.
     """
     size = sum(shard.size_bytes for shard in geometry.header.shards)
     name = shown(geometry.header.path.name)
@@ -31,10 +33,11 @@ def plan_rows(
     rows = [("model", what + _experts_text(geometry))]
     if plan is not None and stats is not None:
         fixed = plan.fixed
+        budget = f"{format_size(plan.ram_bytes)} budget, " if budgeted else ""
         rows += [
             (
                 "memory",
-                f"{format_size(plan.ram_bytes)} budget, {format_size(plan.total_bytes)} planned: "
+                f"{budget}{format_size(plan.total_bytes)} planned: "
                 f"dense {format_size(fixed.dense)}, context {format_size(fixed.context)}, "
                 f"ring {format_size(fixed.ring)}, process {format_size(fixed.process)}, "
                 f"reserve {format_size(fixed.reserve)}, experts {format_size(plan.slot_bytes)}",

@@ -16,13 +16,21 @@ from flashmoe_gguf.cli.options import (
     read_text,
     sampling_options,
 )
+from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.cli.screen import Screen
 from flashmoe_gguf.errors import OptionError
+from flashmoe_gguf.store import Geometry
 
 
 @click.command(short_help="Complete one prompt, to stdout.")
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt.")
-@click.option("-f", "--file", metavar="FILE", help="Read the prompt from a file; -: from stdin.")
+@click.option(
+    "-f",
+    "--file",
+    type=FilePath(),
+    metavar="FILE",
+    help="Read the prompt from a file; -: from stdin.",
+)
 @click.option(
     "--tokens",
     metavar="IDS",
@@ -71,7 +79,8 @@ def run(
         raise click.UsageError("--tokens takes no --chat, --stop, grammar or schema.")
     text = read_text(file) if file is not None else prompt or ""
     choice = prepare_grammar(choice, load)
-    with Screen() as screen, loaded(load, screen, needs_text=ids is None) as model:
+    check = _check_empty if ids is None and not as_chat and not text else None
+    with Screen() as screen, loaded(load, screen, needs_text=ids is None, check=check) as model:
         if as_chat:
             note_template(screen, model)
         completion, pieces = _start(model, choice, text, ids, as_chat, system)
@@ -112,6 +121,18 @@ def _start(
         stop=choice.stop,
     )
     return completion, completion.text() if ids is None else _as_text(completion.ids())
+
+
+def _check_empty(geometry: Geometry) -> None:
+    """Nothing is a prompt only where a start token is put before it.
+
+    Without the key it depends on the tokenizer: llama.cpp's src/llama-vocab.cpp adds one to those
+    of the "llama" kind.
+    """
+    metadata = geometry.header.metadata
+    default = metadata.get("tokenizer.ggml.model") == "llama"
+    if not metadata.get("tokenizer.ggml.add_bos_token", default):
+        raise OptionError("the prompt is empty", "give some text, or at least one token: --tokens")
 
 
 def _as_text(ids: Iterable[int]) -> Generator[str, None, None]:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from flashmoe_gguf.streaming import Stats
 
 
-def stats_rows(stats: Stats) -> Rows:
-    """What `/stats` shows: since the model was loaded."""
+def stats_rows(stats: Stats, *, budgeted: bool) -> Rows:
+    """What `/stats` shows: since the model was loaded. `budgeted`: as for `plan_rows`."""
     waits = f"{stats.waits} times, {stats.wait_seconds:.2f} s"
     rows = [
         ("tokens", f"{stats.tokens} computed"),
@@ -35,8 +35,8 @@ def stats_rows(stats: Stats) -> Rows:
         (
             "memory",
             f"experts {format_size(stats.resident_bytes)} of {format_size(stats.slot_bytes)}, "
-            f"dense {format_size(stats.dense_bytes)}, ring {format_size(stats.ring_bytes)}, "
-            f"budget {format_size(stats.budget_bytes)}",
+            f"dense {format_size(stats.dense_bytes)}, ring {format_size(stats.ring_bytes)}"
+            + (f", budget {format_size(stats.budget_bytes)}" if budgeted else ""),
         ),
         ("I/O", stats.io_mode),
     ]
