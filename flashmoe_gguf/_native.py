@@ -122,9 +122,9 @@ class NativeStream:
         if status != 0:
             raise self._failure(status)
 
-    def add_file(self, path: Path) -> int:
-        """Opens a model file; returns its index."""
-        return self._index(self._lib.fm_stream_add_file(self._stream, str(path).encode()))
+    def add_file(self, path: Path, drive: int = 0) -> int:
+        """Opens a model file; returns its index. Each `drive`, from 0 on, has its own readers."""
+        return self._index(self._lib.fm_stream_add_file(self._stream, str(path).encode(), drive))
 
     def add_group(self, layer: int, family: int, n_expert: int) -> int:
         """Adds the routed experts of one layer and family; returns the group's index."""
@@ -135,15 +135,16 @@ class NativeStream:
         group: int,
         tensor: str,
         *,
-        file: int,
-        offset: int,
+        places: Sequence[tuple[int, int]],
         expert_bytes: int,
         stride: int,
         description: tuple[int, int, int] | None = None,
         sums: npt.NDArray[np.uint64] | None = None,
     ) -> int:
-        """Adds one weight tensor of a group: expert e lies at `offset + e * stride`.
+        """Adds one weight tensor of a group.
 
+        `places`: file index and offset, for each of the files that have the experts in turn;
+        in one file they are `stride` apart.
         `description`: ggml type, row length and rows, when the file does not describe the tensor
         to llama.cpp. `sums` [n_expert]: XXH3-64 of each expert's bytes, to check against.
         """
@@ -152,9 +153,10 @@ class NativeStream:
         numbers = self._ffi.NULL
         if sums is not None:
             numbers = self._ffi.new("uint64_t[]", sums.tolist())
+        where = self._ffi.new("struct fm_place[]", list(places))
         part = self._ffi.new(
             "struct fm_part *",
-            (name, file, offset, expert_bytes, stride, numbers, ggml_type, ne0, ne1),
+            (name, where, len(places), expert_bytes, stride, numbers, ggml_type, ne0, ne1),
         )
         return self._index(self._lib.fm_stream_add_part(self._stream, group, part))
 
@@ -173,6 +175,10 @@ class NativeStream:
     def start(self, slots: Sequence[int], policy: str) -> None:
         """Allocates slots, one number per group, under an eviction policy."""
         self._check(self._lib.fm_stream_start(self._stream, list(slots), policy.encode()))
+
+    def fill(self) -> None:
+        """Reads the experts of groups with a slot for each of them, in the background."""
+        self._lib.fm_stream_fill(self._stream)
 
     @contextmanager
     def attached(self) -> Iterator[None]:

@@ -7,12 +7,13 @@ finds parts, blocks and checksums, for everything that reads experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmoe_gguf.errors import ModelFileError
-from flashmoe_gguf.gguf import GGML_TYPES, Header, TensorInfo
+from flashmoe_gguf.gguf import GGML_TYPES, Header, Shard, TensorInfo
 from flashmoe_gguf.gguf.cursor import shown
+from flashmoe_gguf.stripes import experts_in, find_stripes
 
 VERSION = 1
 PREFIX = "flashmoe."
@@ -33,14 +34,29 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Located:
-    """One expert tensor as the source had it, and where its experts lie now.
+class Place:
+    """An offset in one of a model's files, which count from 0: its shards, then its stripes."""
 
-    Expert e is at `tensor.offset + e * stride` of the file `tensor.shard`.
+    file: int
+    offset: int
+
+
+def place_of(places: Sequence[Place], stride: int, expert: int) -> Place:
+    """Where one of the experts lies that `places` has in turn, `stride` apart in each file."""
+    row, column = divmod(expert, len(places))
+    return Place(places[column].file, places[column].offset + row * stride)
+
+
+@dataclass(frozen=True)
+class Located:
+    """One expert tensor as the source had it, and where its experts lie now, see `place_of`.
+
+    `tensor.shard` and `.offset` are those of the first.
     """
 
     tensor: TensorInfo
     stride: int
+    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,7 @@ class PackedInfo:
     source_files: tuple[str, ...]
     parts: tuple[Located, ...]
     sums_offset: int
+    stripes: tuple[Shard, ...] = ()
 
 
 def read_packed(header: Header) -> PackedInfo | None:
@@ -68,7 +85,9 @@ def read_packed(header: Header) -> PackedInfo | None:
             "install a newer flashmoe-gguf, or unpack the file with the one that packed it",
         )
     tensors = {t.name: t for t in header.tensors}
-    parts = tuple(_locate(header, tensors, row) for row in _rows(header))
+    stripes = find_stripes(header)
+    holders = [{t.name: t for t in stripe.tensors} for stripe in stripes] or [tensors]
+    parts = tuple(_locate(header, holders, 1 if stripes else 0, row) for row in _rows(header))
     sums = tensors.get("flashmoe.sums")
     n_sums = sum(p.tensor.shape[2] for p in parts)
     if sums is None or sums.ggml_type != _I64 or sums.shape != (n_sums,):
@@ -77,7 +96,14 @@ def read_packed(header: Header) -> PackedInfo | None:
     files = header.metadata.get("flashmoe.source.files")
     if not isinstance(fingerprint, str) or not isinstance(files, tuple):
         raise _error(header, "it does not say what it was packed from")
-    return PackedInfo(VERSION, fingerprint, tuple(map(str, files)), parts, sums.offset)
+    return PackedInfo(
+        VERSION,
+        fingerprint,
+        tuple(map(str, files)),
+        parts,
+        sums.offset,
+        tuple(stripe.shards[0] for stripe in stripes),
+    )
 
 
 def _error(header: Header, what: str) -> ModelFileError:
@@ -99,13 +125,15 @@ def _rows(header: Header) -> Iterator[dict[str, object]]:
         yield dict(zip(columns, row, strict=True))
 
 
-def _locate(header: Header, tensors: dict[str, TensorInfo], row: dict[str, object]) -> Located:
+def _locate(
+    header: Header,
+    holders: Sequence[Mapping[str, TensorInfo]],
+    first_file: int,
+    row: dict[str, object],
+) -> Located:
+    """`holders` are the tensors of the files that hold blocks, from `first_file` on."""
     name, family = str(row["tensor"]), str(row["family"])
     number = {k: v for k, v in row.items() if isinstance(v, int)}
-    block = tensors.get(f"flashmoe.blk.{number['layer']}.{family}")
-    if block is None or block.ggml_type != _I8 or len(block.shape) != 2:
-        raise _error(header, f"the blocks of {shown(name)} are not there")
-    block_bytes, n_expert = block.shape
     shape = (number["ne0"], number["ne1"], number["n_expert"])
     kind = GGML_TYPES.get(number["type"])
     if kind is None or min(shape) <= 0 or math.prod(shape) >= 1 << 62 or shape[0] % kind[1]:
@@ -113,12 +141,23 @@ def _locate(header: Header, tensors: dict[str, TensorInfo], row: dict[str, objec
     type_name, elements, nbytes = kind
     expert_bytes = shape[0] // elements * nbytes * shape[1]
     start = number["block_offset"]
+    places, block_bytes = [], 0
+    for i, tensors in enumerate(holders):
+        n_here = experts_in(i, len(holders), shape[2])
+        block = tensors.get(f"flashmoe.blk.{number['layer']}.{family}")
+        if n_here == 0:
+            places.append(Place(first_file + i, 0))
+            continue
+        if block is None or block.ggml_type != _I8 or len(block.shape) != 2:
+            raise _error(header, f"the blocks of {shown(name)} are not there")
+        block_bytes = block_bytes or block.shape[0]
+        if block.shape != (block_bytes, n_here) or block.offset % _ALIGN:
+            raise _error(header, f"{shown(name)} does not fit its blocks")
+        places.append(Place(first_file + i, block.offset + start))
     if (
         expert_bytes != number["expert_bytes"]
-        or shape[2] != n_expert
         or start % _ALIGN
         or block_bytes % _ALIGN
-        or block.offset % _ALIGN
         or not 0 <= start <= block_bytes - expert_bytes
     ):
         raise _error(header, f"{shown(name)} does not fit its blocks")
@@ -127,8 +166,8 @@ def _locate(header: Header, tensors: dict[str, TensorInfo], row: dict[str, objec
         shape=shape,
         ggml_type=number["type"],
         type_name=type_name,
-        offset=block.offset + start,
-        nbytes=expert_bytes * n_expert,
-        shard=block.shard,
+        offset=places[0].offset,
+        nbytes=expert_bytes * shape[2],
+        shard=places[0].file,
     )
-    return Located(tensor, block_bytes)
+    return Located(tensor, block_bytes, tuple(places))

@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flashmoe_gguf.errors import ModelFileError
-from flashmoe_gguf.gguf import Header, TensorInfo, read_header
+from flashmoe_gguf.gguf import Header, Shard, TensorInfo, read_header
 from flashmoe_gguf.gguf.cursor import shown
-from flashmoe_gguf.packed import PREFIX, Located, PackedInfo, read_packed
+from flashmoe_gguf.packed import PREFIX, Located, PackedInfo, Place, place_of, read_packed
+from flashmoe_gguf.stripes import refuse_stripe
 
 # In the order in which the graph uses them, so the order in which they are read.
 ROLES = ("up", "gate_up", "gate", "down")
@@ -36,8 +37,8 @@ _EXPERT_NAME = re.compile(
 class Part:
     """One weight matrix of every expert of a group.
 
-    Expert e is `expert_bytes` long and lies at `offset + e * stride` of the file
-    `header.shards[shard].path`. `shape` is [row length, rows, experts].
+    Expert e is `expert_bytes` long and lies at `place(e)`, whose file is an index into
+    `Geometry.files`. `shape` is [row length, rows, experts].
     """
 
     role: str
@@ -45,10 +46,23 @@ class Part:
     ggml_type: int
     type_name: str
     shape: tuple[int, ...]
-    shard: int
-    offset: int
+    places: tuple[Place, ...]
     expert_bytes: int
     stride: int
+
+    def place(self, expert: int) -> Place:
+        """Where one expert begins."""
+        return place_of(self.places, self.stride, expert)
+
+    @property
+    def shard(self) -> int:
+        """The file of expert 0: of all, unless the file is striped."""
+        return self.places[0].file
+
+    @property
+    def offset(self) -> int:
+        """Of expert 0; the others follow, `stride` apart, unless the file is striped."""
+        return self.places[0].offset
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,11 @@ class Geometry:
     packed: PackedInfo | None = None
 
     @property
+    def files(self) -> tuple[Shard, ...]:
+        """All files of the model: its shards, then its stripes."""
+        return (*self.header.shards, *(self.packed.stripes if self.packed else ()))
+
+    @property
     def is_moe(self) -> bool:
         return bool(self.groups)
 
@@ -114,6 +133,7 @@ class Geometry:
 def read_geometry(path: str | os.PathLike[str]) -> Geometry:
     """Read a model's header and work out its experts; raises ModelFileError."""
     header = read_header(path)
+    refuse_stripe(header)
     architecture = header.architecture
     n_layer = _count(header, "block_count", range(1, _MAX_LAYERS + 1))
     n_nextn = _count(header, "nextn_predict_layers", range(n_layer + 1), default=0)
@@ -153,7 +173,8 @@ def _error(header: Header, what: str) -> ModelFileError:
 
 def _in_place(tensor: TensorInfo) -> Located:
     """An expert tensor of a stock file: one expert after the other."""
-    return Located(tensor, tensor.nbytes // tensor.shape[2])
+    place = Place(tensor.shard, tensor.offset)
+    return Located(tensor, tensor.nbytes // tensor.shape[2], (place,))
 
 
 def _match(tensor: TensorInfo) -> re.Match[str] | None:
@@ -219,8 +240,7 @@ def _groups(
             ggml_type=tensor.ggml_type,
             type_name=tensor.type_name,
             shape=tensor.shape,
-            shard=tensor.shard,
-            offset=tensor.offset,
+            places=located.places,
             expert_bytes=tensor.nbytes // tensor.shape[2],
             stride=located.stride,
         )

@@ -181,8 +181,9 @@ class ExpertStream:
         ]
 
     def start(self, slots: tuple[int, ...], budget_bytes: int) -> None:
-        """Allocates the slots of a plan."""
+        """Allocates the slots of a plan; groups that fit as a whole fill in the background."""
         self.native.start(slots, self.policy)
+        self.native.fill()
         self._slots = slots
         self._budget_bytes = budget_bytes
 

@@ -38,7 +38,7 @@ typedef struct fm_stream fm_stream;
 
 struct fm_options {
     int32_t io_mode;       /* enum fm_io_mode */
-    int32_t n_workers;     /* reading threads; 0: nothing is read until fm_pump (tests) */
+    int32_t n_workers;     /* reading threads per drive; 0: nothing is read until fm_pump (tests) */
     int32_t n_ring;        /* ring buffers, at least 2 */
     uint32_t request_bytes; /* one read at most; a multiple of 4096 */
     int32_t verify;        /* enum fm_verify */
@@ -97,11 +97,18 @@ struct fm_group_stats {
     uint64_t evicted;
 };
 
-/* One weight tensor of a group. Expert e lies at offset + e * stride of the file. */
-struct fm_part {
-    const char *tensor;
+/* Where the experts of one file begin. */
+struct fm_place {
     int32_t file;
     uint64_t offset;
+};
+
+/* One weight tensor of a group, in one file or spread over up to 16: expert e lies in the file of
+ * places[e % n_places], at its offset + e / n_places * stride. */
+struct fm_part {
+    const char *tensor;
+    const struct fm_place *places; /* [n_places] */
+    int32_t n_places;
     uint64_t expert_bytes;
     uint64_t stride;
     const uint64_t *sums; /* [n_expert] XXH3-64 of each expert's bytes; NULL: nothing to check against */
@@ -117,7 +124,9 @@ const char *fm_policy_name(int32_t index);
 
 /* Describe: files, then groups, then parts in the order up, gate_up, gate, down. Return an index, or -1. */
 fm_stream *fm_stream_new(const struct fm_options *options);
-int32_t fm_stream_add_file(fm_stream *stream, const char *path);
+/* drive: 0, one that a file was added with, or the next number. Each drive has its own readers, so
+ * that a slow one holds up nobody else. */
+int32_t fm_stream_add_file(fm_stream *stream, const char *path, int32_t drive);
 int32_t fm_stream_add_group(fm_stream *stream, int32_t layer, int32_t family, int32_t n_expert);
 int32_t fm_stream_add_part(fm_stream *stream, int32_t group, const struct fm_part *part);
 
@@ -129,6 +138,9 @@ uint64_t fm_stream_ring_bytes(const fm_stream *stream);
 int32_t fm_stream_open(fm_stream *stream);
 /* Allocate slots, n_slots[n_groups]; once, after open, while no operation runs. */
 int32_t fm_stream_start(fm_stream *stream, const int32_t *n_slots, const char *policy);
+
+/* Reads the experts of groups that have a slot for each of them, in the background. */
+void fm_stream_fill(fm_stream *stream);
 
 void fm_stream_stats(fm_stream *stream, struct fm_stats *stats);
 int32_t fm_stream_group_stats(fm_stream *stream, int32_t group, struct fm_group_stats *stats);

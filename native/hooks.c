@@ -122,7 +122,8 @@ static int read_bytes(fm_stream *stream, const struct part *part, uint8_t *data,
         const size_t expert = offset / part->expert_bytes;
         const size_t within = offset % part->expert_bytes;
         const size_t n = size < part->expert_bytes - within ? size : part->expert_bytes - within;
-        const int error = fm_io_read_now(stream->io, part->file, data, n, part->offset + expert * part->stride + within);
+        const struct fm_place place = fm_part_place(part, (int32_t)expert);
+        const int error = fm_io_read_now(stream->io, place.file, data, n, place.offset + within);
         if (error != 0) {
             return error;
         }

@@ -1,6 +1,7 @@
-/* io.c: the worker pool. Owns the queues, the threads and the open files. A worker sleeps until
- * there is a request, takes the most urgent, reads, and reports. Faults for tests are injected
- * here, between the queue and the file, so that everything above runs as in production. */
+/* io.c: the worker pools, one per drive. Owns the queues, the threads and the open files. A worker
+ * sleeps until there is a request for its drive, takes the most urgent, reads, and reports. Faults for
+ * tests are injected here, between the queue and the file, so that everything above runs as in
+ * production. */
 
 #include "io.h"
 
@@ -12,7 +13,7 @@
 
 #include "file.h"
 
-enum { MAX_WORKERS = 64, MAX_FILES = 4096 };
+enum { MAX_WORKERS = 64, MAX_FILES = 4096, MAX_DRIVES = 64 };
 
 struct request {
     struct request *next;
@@ -29,15 +30,30 @@ struct queue {
     struct request **tail;
 };
 
+/* What is read from one drive, and who reads it. */
+struct drive {
+    struct fm_io *io;
+    struct queue queues[FM_PRIORITY_COUNT];
+    pthread_cond_t wake;
+    pthread_t workers[MAX_WORKERS];
+    int n_workers;
+};
+
+struct file {
+    struct fm_file *file;
+    struct drive *drive;
+};
+
 struct fm_io {
     fm_io_done done;
     int mode;
-    struct fm_file **files;
+    int n_workers; /* per drive */
+    struct file *files;
     int n_files;
+    struct drive *drives[MAX_DRIVES]; /* set before the first request */
+    int n_drives;
 
-    pthread_mutex_t lock; /* guards everything below */
-    pthread_cond_t wake;
-    struct queue queues[FM_PRIORITY_COUNT];
+    pthread_mutex_t lock; /* guards everything below, and the queues of all drives */
     struct request *free_requests;
     bool stopping;
     struct fm_fault fault;
@@ -46,8 +62,6 @@ struct fm_io {
     uint64_t releases; /* a number, not a flag: the next fault may come before the released have woken */
     pthread_cond_t held_wake;
 
-    pthread_t workers[MAX_WORKERS];
-    int n_workers;
     atomic_uint_fast64_t reads;
     atomic_uint_fast64_t bytes;
 };
@@ -68,12 +82,26 @@ static struct request *queue_take(struct queue *q, struct request **link) {
     return r;
 }
 
-/* The request at this position of the order in which they would run. Lock held. */
+/* The most urgent request of a drive. Lock held. */
+static struct request *take_first(struct drive *drive) {
+    for (int p = 0; p < FM_PRIORITY_COUNT; p++) {
+        if (drive->queues[p].head != NULL) {
+            return queue_take(&drive->queues[p], &drive->queues[p].head);
+        }
+    }
+    return NULL;
+}
+
+/* The request at this position of the order in which they would run, were there one thread for all
+ * drives. Lock held. */
 static struct request *take_at(struct fm_io *io, int index) {
     for (int p = 0; p < FM_PRIORITY_COUNT; p++) {
-        for (struct request **link = &io->queues[p].head; *link != NULL; link = &(*link)->next) {
-            if (index-- == 0) {
-                return queue_take(&io->queues[p], link);
+        for (int d = 0; d < io->n_drives; d++) {
+            struct queue *q = &io->drives[d]->queues[p];
+            for (struct request **link = &q->head; *link != NULL; link = &(*link)->next) {
+                if (index-- == 0) {
+                    return queue_take(q, link);
+                }
             }
         }
     }
@@ -98,7 +126,7 @@ static int do_read(struct fm_io *io, const struct request *r, enum fault_kind fa
     if (fault == FAULT_FAIL) {
         return fault_errno > 0 ? fault_errno : FM_IO_SHORT;
     }
-    const ssize_t n = fm_file_read(io->files[r->file], r->dst, r->bytes, r->offset);
+    const ssize_t n = fm_file_read(io->files[r->file].file, r->dst, r->bytes, r->offset);
     if (n < 0) {
         return (int)-n;
     }
@@ -128,20 +156,51 @@ static void run(struct fm_io *io, struct request *r) {
 }
 
 static void *worker(void *arg) {
-    struct fm_io *io = arg;
+    struct drive *drive = arg;
+    struct fm_io *io = drive->io;
     pthread_mutex_lock(&io->lock);
     for (;;) {
-        struct request *r = take_at(io, 0);
+        struct request *r = take_first(drive);
         if (r != NULL) {
             run(io, r);
         } else if (io->stopping) {
             break;
         } else {
-            pthread_cond_wait(&io->wake, &io->lock);
+            pthread_cond_wait(&drive->wake, &io->lock);
         }
     }
     pthread_mutex_unlock(&io->lock);
     return NULL;
+}
+
+/* A drive more with its workers; false with a message. What has started, fm_io_free ends. */
+static bool add_drive(struct fm_io *io) {
+    struct drive *drive = calloc(1, sizeof *drive);
+    if (drive == NULL) {
+        fm_fail(FM_NO_MEMORY, "out of memory starting the reading threads");
+        return false;
+    }
+    drive->io = io;
+    for (int p = 0; p < FM_PRIORITY_COUNT; p++) {
+        drive->queues[p].tail = &drive->queues[p].head;
+    }
+    pthread_cond_init(&drive->wake, NULL);
+    io->drives[io->n_drives++] = drive;
+    for (; drive->n_workers < io->n_workers; drive->n_workers++) {
+        const int error = pthread_create(&drive->workers[drive->n_workers], NULL, worker, drive);
+        if (error != 0) {
+            fm_fail(FM_NO_MEMORY, "cannot start a reading thread: %s", strerror(error));
+            return false;
+        }
+    }
+    return true;
+}
+
+static void free_requests(struct request *r) {
+    for (struct request *next; r != NULL; r = next) {
+        next = r->next;
+        free(r);
+    }
 }
 
 struct fm_io *fm_io_new(int mode, int n_workers, fm_io_done done) {
@@ -155,20 +214,13 @@ struct fm_io *fm_io_new(int mode, int n_workers, fm_io_done done) {
         return NULL;
     }
     io->mode = mode;
+    io->n_workers = n_workers;
     io->done = done;
-    for (int p = 0; p < FM_PRIORITY_COUNT; p++) {
-        io->queues[p].tail = &io->queues[p].head;
-    }
     pthread_mutex_init(&io->lock, NULL);
-    pthread_cond_init(&io->wake, NULL);
     pthread_cond_init(&io->held_wake, NULL);
-    for (; io->n_workers < n_workers; io->n_workers++) {
-        const int error = pthread_create(&io->workers[io->n_workers], NULL, worker, io);
-        if (error != 0) {
-            fm_fail(FM_NO_MEMORY, "cannot start a reading thread: %s", strerror(error));
-            fm_io_free(io);
-            return NULL;
-        }
+    if (!add_drive(io)) {
+        fm_io_free(io);
+        return NULL;
     }
     return io;
 }
@@ -179,49 +231,61 @@ void fm_io_free(struct fm_io *io) {
     }
     pthread_mutex_lock(&io->lock);
     io->stopping = true;
-    pthread_cond_broadcast(&io->wake);
+    for (int d = 0; d < io->n_drives; d++) {
+        pthread_cond_broadcast(&io->drives[d]->wake);
+    }
     pthread_cond_broadcast(&io->held_wake);
     pthread_mutex_unlock(&io->lock);
-    for (int i = 0; i < io->n_workers; i++) {
-        pthread_join(io->workers[i], NULL);
-    }
-    for (int p = 0; p < FM_PRIORITY_COUNT; p++) {
-        for (struct request *r = io->queues[p].head, *next; r != NULL; r = next) {
-            next = r->next;
-            free(r);
+    for (int d = 0; d < io->n_drives; d++) {
+        struct drive *drive = io->drives[d];
+        for (int i = 0; i < drive->n_workers; i++) {
+            pthread_join(drive->workers[i], NULL);
         }
+        for (int p = 0; p < FM_PRIORITY_COUNT; p++) {
+            free_requests(drive->queues[p].head);
+        }
+        pthread_cond_destroy(&drive->wake);
+        free(drive);
     }
-    for (struct request *r = io->free_requests, *next; r != NULL; r = next) {
-        next = r->next;
-        free(r);
-    }
+    free_requests(io->free_requests);
     for (int i = 0; i < io->n_files; i++) {
-        fm_file_close(io->files[i]);
+        fm_file_close(io->files[i].file);
     }
     free(io->files);
     pthread_cond_destroy(&io->held_wake);
-    pthread_cond_destroy(&io->wake);
     pthread_mutex_destroy(&io->lock);
     free(io);
 }
 
-int fm_io_open(struct fm_io *io, const char *path) {
+int fm_io_open(struct fm_io *io, const char *path, int drive) {
     if (io->n_files >= MAX_FILES) {
         fm_fail(FM_BAD_ARGUMENT, "more than %d files", MAX_FILES);
         return -1;
     }
-    struct fm_file **files = realloc(io->files, ((size_t)io->n_files + 1) * sizeof *files);
+    if (drive < 0 || drive > io->n_drives || drive >= MAX_DRIVES) {
+        fm_fail(FM_BAD_ARGUMENT, "%d is no drive for %s: there are %d", drive, path, io->n_drives);
+        return -1;
+    }
+    struct file *files = realloc(io->files, ((size_t)io->n_files + 1) * sizeof *files);
     if (files == NULL) {
         fm_fail(FM_NO_MEMORY, "out of memory opening %s", path);
         return -1;
     }
     io->files = files;
-    files[io->n_files] = fm_file_open(path, io->mode);
-    return files[io->n_files] == NULL ? -1 : io->n_files++;
+    struct fm_file *file = fm_file_open(path, io->mode);
+    if (file == NULL) {
+        return -1;
+    }
+    if (drive == io->n_drives && !add_drive(io)) {
+        fm_file_close(file);
+        return -1;
+    }
+    files[io->n_files] = (struct file){.file = file, .drive = io->drives[drive]};
+    return io->n_files++;
 }
 
 uint64_t fm_io_file_size(const struct fm_io *io, int file) {
-    return fm_file_size(io->files[file]);
+    return fm_file_size(io->files[file].file);
 }
 
 bool fm_io_submit(struct fm_io *io, enum fm_priority priority, int file, uint64_t offset, size_t bytes,
@@ -235,8 +299,9 @@ bool fm_io_submit(struct fm_io *io, enum fm_priority priority, int file, uint64_
     }
     if (r != NULL) {
         *r = (struct request){.owner = owner, .dst = dst, .offset = offset, .bytes = bytes, .need = need, .file = file};
-        queue_push(&io->queues[priority], r);
-        pthread_cond_signal(&io->wake);
+        struct drive *drive = io->files[file].drive;
+        queue_push(&drive->queues[priority], r);
+        pthread_cond_signal(&drive->wake);
     }
     pthread_mutex_unlock(&io->lock);
     return r != NULL;
@@ -245,16 +310,18 @@ bool fm_io_submit(struct fm_io *io, enum fm_priority priority, int file, uint64_
 int fm_io_cancel(struct fm_io *io, const void *owner) {
     int n = 0;
     pthread_mutex_lock(&io->lock);
-    struct queue *q = &io->queues[FM_PRIORITY_AHEAD];
-    for (struct request **link = &q->head; *link != NULL;) {
-        if ((*link)->owner != owner) {
-            link = &(*link)->next;
-            continue;
+    for (int d = 0; d < io->n_drives; d++) {
+        struct queue *q = &io->drives[d]->queues[FM_PRIORITY_AHEAD];
+        for (struct request **link = &q->head; *link != NULL;) {
+            if ((*link)->owner != owner) {
+                link = &(*link)->next;
+                continue;
+            }
+            struct request *r = queue_take(q, link);
+            r->next = io->free_requests;
+            io->free_requests = r;
+            n++;
         }
-        struct request *r = queue_take(q, link);
-        r->next = io->free_requests;
-        io->free_requests = r;
-        n++;
     }
     pthread_mutex_unlock(&io->lock);
     return n;
@@ -262,19 +329,22 @@ int fm_io_cancel(struct fm_io *io, const void *owner) {
 
 void fm_io_promote(struct fm_io *io, const void *owner) {
     pthread_mutex_lock(&io->lock);
-    struct queue *q = &io->queues[FM_PRIORITY_AHEAD];
-    for (struct request **link = &q->head; *link != NULL;) {
-        if ((*link)->owner == owner) {
-            queue_push(&io->queues[FM_PRIORITY_DEMAND], queue_take(q, link));
-        } else {
-            link = &(*link)->next;
+    for (int d = 0; d < io->n_drives; d++) {
+        struct queue *queues = io->drives[d]->queues;
+        struct queue *q = &queues[FM_PRIORITY_AHEAD];
+        for (struct request **link = &q->head; *link != NULL;) {
+            if ((*link)->owner == owner) {
+                queue_push(&queues[FM_PRIORITY_DEMAND], queue_take(q, link));
+            } else {
+                link = &(*link)->next;
+            }
         }
     }
     pthread_mutex_unlock(&io->lock);
 }
 
 int fm_io_read_now(struct fm_io *io, int file, void *dst, size_t bytes, uint64_t offset) {
-    const ssize_t n = fm_file_read_buffered(io->files[file], dst, bytes, offset);
+    const ssize_t n = fm_file_read_buffered(io->files[file].file, dst, bytes, offset);
     if (n < 0) {
         return (int)-n;
     }
@@ -284,7 +354,7 @@ int fm_io_read_now(struct fm_io *io, int file, void *dst, size_t bytes, uint64_t
 void fm_io_count(struct fm_io *io, struct fm_io_counters *counters) {
     *counters = (struct fm_io_counters){.reads = atomic_load(&io->reads), .bytes = atomic_load(&io->bytes)};
     for (int i = 0; i < io->n_files; i++) {
-        if (fm_file_is_direct(io->files[i])) {
+        if (fm_file_is_direct(io->files[i].file)) {
             counters->files_direct++;
         } else {
             counters->files_buffered++;

@@ -1,4 +1,4 @@
-/* io.h: reads with priorities, done by a small pool of sleeping threads.
+/* io.h: reads with priorities, done by a small pool of sleeping threads per drive.
  *
  * The caller owns the memory and says what to do when a read ends. Files are opened here, direct
  * where that works. No knowledge of experts. */
@@ -35,8 +35,9 @@ struct fm_io *fm_io_new(int mode, int n_workers, fm_io_done done);
 /* Joins the workers; every request has ended by then. */
 void fm_io_free(struct fm_io *io);
 
-/* Returns the file's index or -1 with a message. */
-int fm_io_open(struct fm_io *io, const char *path);
+/* Returns the file's index or -1 with a message. drive: one that is there, or the next number, which
+ * gets n_workers threads of its own; drive 0 is there from the start. Before the first submit. */
+int fm_io_open(struct fm_io *io, const char *path, int drive);
 uint64_t fm_io_file_size(const struct fm_io *io, int file);
 
 /* Reads [offset, offset + bytes), offset and bytes multiples of FM_IO_ALIGN, as does dst; less is

@@ -23,7 +23,7 @@ void fm_load_latch(struct fm_stream *stream, const struct load *load, enum fm_st
     latched->file = latched->layer = latched->expert = latched->part = -1;
     if (load != NULL) {
         const struct group *group = &stream->groups[load->group];
-        latched->file = group->parts[load->part].file;
+        latched->file = fm_part_place(&group->parts[load->part], load->expert).file;
         latched->layer = group->layer;
         latched->expert = load->expert;
         latched->part = load->part;
@@ -31,20 +31,41 @@ void fm_load_latch(struct fm_stream *stream, const struct load *load, enum fm_st
     }
 }
 
+struct fm_place fm_part_place(const struct part *part, int32_t expert) {
+    struct fm_place place = part->places[expert % part->n_places];
+    place.offset += (uint64_t)(expert / part->n_places) * part->stride;
+    return place;
+}
+
 static void set_state(struct load *load, enum load_state state) {
     atomic_store_explicit(&load->state, state, memory_order_release);
+}
+
+/* Does an operation use the slot of this load? */
+static bool is_used(const struct load *load) {
+    const struct group *group = &load->stream->groups[load->group];
+    const int32_t s = group->slot_of[load->expert];
+    return s >= 0 && group->slots[s].pins > 0;
 }
 
 /* Every request has ended. */
 static void finish(struct load *load) {
     struct fm_stream *stream = load->stream;
-    const bool unwanted = load->ring != NULL && load->ring->draining;
+    const bool filled = load->fills;
+    load->fills = false;
+    /* nobody has asked for these bytes yet: if somebody does, they are read again */
+    const bool unwanted = load->ring != NULL ? load->ring->draining : filled && !is_used(load);
     if (load->error != 0 && !unwanted) {
         fm_load_latch(stream, load, load->error == FM_IO_CORRUPT ? FM_CORRUPT : FM_IO_ERROR, load->error);
     }
     set_state(load, load->error != 0 ? LOAD_FAILED : LOAD_READY);
-    if (unwanted) {
+    if (unwanted && load->ring != NULL) {
         fm_ring_return(stream, load->ring);
+    }
+    if (filled) {
+        stream->n_filling--;
+        stream->filling &= load->error == 0; /* a drive that fails is not asked for more */
+        fm_fill_more(stream);
     }
     fm_load_wake(stream);
 }
@@ -92,7 +113,8 @@ void fm_load_ended(void *owner, int error) {
 void fm_load_start(struct load *load, int32_t group, int32_t part, int32_t expert, enum fm_priority priority) {
     struct fm_stream *stream = load->stream;
     const struct part *p = &stream->groups[group].parts[part];
-    const uint64_t begin = p->offset + (uint64_t)expert * p->stride;
+    const struct fm_place place = fm_part_place(p, expert);
+    const uint64_t begin = place.offset;
     const uint64_t end = begin + p->expert_bytes;
     const uint64_t first = begin & ~(uint64_t)(FM_IO_ALIGN - 1);
 
@@ -111,7 +133,7 @@ void fm_load_start(struct load *load, int32_t group, int32_t part, int32_t exper
         const uint64_t need = rest < stream->options.request_bytes ? rest : stream->options.request_bytes;
         const uint64_t bytes = (need + FM_IO_ALIGN - 1) & ~(uint64_t)(FM_IO_ALIGN - 1);
         load->pending++;
-        if (!fm_io_submit(stream->io, priority, p->file, at, bytes, need, load->region + (at - first), load)) {
+        if (!fm_io_submit(stream->io, priority, place.file, at, bytes, need, load->region + (at - first), load)) {
             load->pending--;
             load->error = ENOMEM; /* the load fails, the token is refused, nothing is lost */
             break;

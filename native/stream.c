@@ -39,12 +39,12 @@ static bool is_described(const struct fm_stream *stream) {
     return stream->ring == NULL;
 }
 
-int32_t fm_stream_add_file(fm_stream *stream, const char *path) {
+int32_t fm_stream_add_file(fm_stream *stream, const char *path, int32_t drive) {
     if (!is_described(stream)) {
         fm_fail(FM_BAD_STATE, "the stream is open already");
         return -1;
     }
-    return fm_io_open(stream->io, path);
+    return fm_io_open(stream->io, path, drive);
 }
 
 int32_t fm_stream_add_group(fm_stream *stream, int32_t layer, int32_t family, int32_t n_expert) {
@@ -69,11 +69,13 @@ int32_t fm_stream_add_group(fm_stream *stream, int32_t layer, int32_t family, in
     return stream->n_groups++;
 }
 
-static bool fits_file(uint64_t size, int32_t n_expert, const struct fm_part *part) {
-    const uint64_t rest = (uint64_t)n_expert - 1;
-    return part->stride >= part->expert_bytes && part->offset <= size &&
-           part->expert_bytes <= size - part->offset &&
-           (rest == 0 || part->stride <= (size - part->offset - part->expert_bytes) / rest);
+/* Do all experts of place i, of which there may be none, lie inside the file? */
+static bool fits_file(uint64_t size, int32_t n_expert, const struct fm_part *part, int32_t i) {
+    const uint64_t n = (uint64_t)(n_expert - i + part->n_places - 1) / (uint64_t)part->n_places;
+    const uint64_t offset = part->places[i].offset;
+    return i >= n_expert ||
+           (part->stride >= part->expert_bytes && offset <= size && part->expert_bytes <= size - offset &&
+            (n == 1 || part->stride <= (size - offset - part->expert_bytes) / (n - 1)));
 }
 
 static bool copy_sums(struct part *part, const uint64_t *sums, int32_t n_expert) {
@@ -92,20 +94,28 @@ int32_t fm_stream_add_part(fm_stream *stream, int32_t index, const struct fm_par
     struct fm_io_counters files;
     fm_io_count(stream->io, &files);
     if (!is_described(stream) || index < 0 || index >= stream->n_groups ||
-        stream->groups[index].n_parts >= FM_MAX_PARTS || given->expert_bytes == 0 || given->file < 0 ||
-        given->file >= files.files_direct + files.files_buffered ||
+        stream->groups[index].n_parts >= FM_MAX_PARTS || given->expert_bytes == 0 || given->n_places < 1 ||
+        given->n_places > FM_MAX_PLACES ||
         strlen(given->tensor) >= sizeof stream->groups[index].parts[0].tensor) {
         fm_fail(FM_BAD_ARGUMENT, "bad part %s", given->tensor);
         return -1;
     }
     struct group *group = &stream->groups[index];
-    if (!fits_file(fm_io_file_size(stream->io, given->file), group->n_expert, given)) {
-        fm_fail(FM_BAD_ARGUMENT, "%s lies outside its file", given->tensor);
-        return -1;
+    bool aligned = given->stride % FM_IO_ALIGN == 0;
+    for (int32_t i = 0; i < given->n_places; i++) {
+        const int32_t file = given->places[i].file;
+        if (file < 0 || file >= files.files_direct + files.files_buffered) {
+            fm_fail(FM_BAD_ARGUMENT, "bad part %s: there is no file %d", given->tensor, file);
+            return -1;
+        }
+        if (!fits_file(fm_io_file_size(stream->io, file), group->n_expert, given, i)) {
+            fm_fail(FM_BAD_ARGUMENT, "%s lies outside its file", given->tensor);
+            return -1;
+        }
+        aligned = aligned && given->places[i].offset % FM_IO_ALIGN == 0;
     }
     struct part part = {
-        .file = given->file,
-        .offset = given->offset,
+        .n_places = given->n_places,
         .expert_bytes = given->expert_bytes,
         .stride = given->stride,
         .type = given->type,
@@ -115,7 +125,7 @@ int32_t fm_stream_add_part(fm_stream *stream, int32_t index, const struct fm_par
         /* the expert may begin anywhere inside its first block */
         .region_bytes = align_up((size_t)given->expert_bytes + FM_IO_ALIGN - 1),
     };
-    if (given->offset % FM_IO_ALIGN == 0 && given->stride % FM_IO_ALIGN == 0) {
+    if (aligned) {
         part.region_bytes = align_up((size_t)given->expert_bytes);
     }
     if (given->sums != NULL && !copy_sums(&part, given->sums, group->n_expert)) {
@@ -123,6 +133,7 @@ int32_t fm_stream_add_part(fm_stream *stream, int32_t index, const struct fm_par
         return -1;
     }
     strcpy(part.tensor, given->tensor);
+    memcpy(part.places, given->places, (size_t)given->n_places * sizeof *given->places);
     group->parts[group->n_parts] = part;
     group->slot_bytes += part.region_bytes;
     if (part.region_bytes > stream->max_region_bytes) {
@@ -320,6 +331,9 @@ void fm_stream_free(fm_stream *stream) {
     if (stream == NULL) {
         return;
     }
+    pthread_mutex_lock(&stream->lock);
+    stream->filling = false;
+    pthread_mutex_unlock(&stream->lock);
     fm_io_free(stream->io); /* no load ends after this */
     for (int32_t g = 0; g < stream->n_groups; g++) {
         struct group *group = &stream->groups[g];

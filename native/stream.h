@@ -14,7 +14,7 @@
 #include "io.h"
 #include "policy.h"
 
-enum { FM_MAX_PARTS = 4 };
+enum { FM_MAX_PARTS = 4, FM_MAX_PLACES = 16 };
 
 enum load_state { LOAD_EMPTY, LOAD_LOADING, LOAD_READY, LOAD_FAILED };
 
@@ -31,12 +31,13 @@ struct load {
     const uint8_t *data; /* inside region: files are read at block boundaries */
     struct fm_stream *stream;
     struct ring_buffer *ring; /* NULL: belongs to a slot */
+    bool fills;               /* read in the background, see fill.c */
 };
 
 struct part {
     char tensor[128];
-    int32_t file;
-    uint64_t offset;
+    struct fm_place places[FM_MAX_PLACES];
+    int32_t n_places;
     uint64_t expert_bytes;
     uint64_t stride;
     uint64_t *sums;    /* [n_expert] or NULL */
@@ -133,6 +134,11 @@ struct fm_stream {
     struct ring_buffer *ring_free;
     struct ring_buffer *ring_ahead; /* oldest first */
 
+    bool filling;
+    int32_t n_filling; /* background loads that have not ended */
+    int32_t fill_group;
+    int32_t fill_expert;
+
     struct operation *active;
     struct operation *idle;
     struct operation *zeros_operation; /* for all operations at once that cannot run; has no entries */
@@ -146,7 +152,9 @@ uint8_t *fm_memory_new(size_t bytes);
 uint8_t *fm_memory_new_zeros(size_t bytes);
 void fm_memory_free(uint8_t *memory, size_t bytes);
 
-/* load.c. All with the lock held. */
+/* load.c: where one expert of a part begins. */
+struct fm_place fm_part_place(const struct part *part, int32_t expert);
+/* All with the lock held. */
 void fm_load_start(struct load *load, int32_t group, int32_t part, int32_t expert, enum fm_priority priority);
 void fm_load_ended(void *owner, int error); /* from a worker, without the lock */
 void fm_load_wake(struct fm_stream *stream);
@@ -154,6 +162,9 @@ void fm_load_latch(struct fm_stream *stream, const struct load *load, enum fm_st
 
 /* checksum.c: XXH3-64. */
 uint64_t fm_checksum(const void *data, size_t bytes);
+
+/* fill.c, with the lock held: goes on reading in the background. */
+void fm_fill_more(struct fm_stream *stream);
 
 /* slots.c. All with the lock held. */
 void fm_slots_route(struct fm_stream *stream, int32_t group, const struct fm_routing *routing);

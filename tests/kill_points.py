@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,22 @@ _START = (
 )
 
 
-def pack_in_child(source: Path, out: Path, *, in_place: bool, kill_at: int = NEVER) -> int | None:
+def pack_in_child(
+    source: Path,
+    out: Path,
+    *,
+    in_place: bool,
+    kill_at: int = NEVER,
+    stripes: Sequence[Path] = (),
+) -> int | None:
     """None if it was killed, else how many changes it made; fails the test otherwise."""
-    request = {"source": str(source), "out": str(out), "in_place": in_place, "kill_at": kill_at}
+    request = {
+        "source": str(source),
+        "out": str(out),
+        "in_place": in_place,
+        "kill_at": kill_at,
+        "stripes": [str(folder) for folder in stripes],
+    }
     done = subprocess.run(
         [sys.executable, "-c", _START.format(path=[p for p in sys.path if p], me=__file__)],
         input=json.dumps(request),
@@ -60,7 +73,12 @@ def _main() -> None:
 
     for name in CALLS:
         setattr(os, name, counted(name, getattr(os, name)))
-    pack_model(request["source"], request["out"], in_place=request["in_place"])
+    pack_model(
+        request["source"],
+        request["out"],
+        in_place=request["in_place"],
+        stripes=request["stripes"],
+    )
     print(count)
 
 

@@ -272,6 +272,23 @@ def test_prefill_progress_is_visible_from_another_thread(model: Path) -> None:
     llm.close()
 
 
+def test_what_fits_as_a_whole_fills_in_the_background(model: Path) -> None:
+    llm = Llama(str(model), n_slots=99, **OPTIONS)
+    tick = threading.Event()
+    while llm.stats().resident_bytes < llm.stats().slot_bytes:
+        tick.wait(0.001)
+    before = llm.stats()
+    assert before.lookups == 0
+    rows = scenarios.follow(llm, range(40), 8)
+    delta = llm.stats() - before
+    assert delta.hit_rate == 1.0 and delta.inserted == 0
+    llm._experts.native.verify()
+    llm.close()
+    assert (
+        rows == scenarios.decode(lambda: Llama(str(model), n_slots=0, **OPTIONS), range(40), 8)
+    ).all()
+
+
 def test_pickles_to_the_same_options(model: Path) -> None:
     llm = Llama(str(model), n_slots=3, policy="lru", **OPTIONS)
     llm2 = pickle.loads(pickle.dumps(llm))

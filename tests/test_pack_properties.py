@@ -149,6 +149,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def check_stripes(first: Path, work: Path, count: int, original: dict[str, bytes]) -> None:
+    """There and back over several files."""
+    drives = [work / f"drive{i}" for i in range(count)]
+    for drive in [*drives, work / "from_stripes"]:
+        drive.mkdir()
+    pack_model(first, work / "striped.gguf", stripes=drives)
+    assert verify_model(work / "striped.gguf", n_threads=1).ok
+    unpack_model(work / "striped.gguf", work / "from_stripes")
+    assert contents(work / "from_stripes") == original
+
+
 @PROPERTY
 @given(model=models())
 def test_unpacked_is_what_was_packed(tmp_path: Path, model: Model) -> None:
@@ -163,6 +174,7 @@ def test_unpacked_is_what_was_packed(tmp_path: Path, model: Model) -> None:
         assert contents(work / "back") == original
         pack_model(work / "back" / first.name, work / "again.gguf")
         assert (work / "again.gguf").read_bytes() == data, "not deterministic"
+        check_stripes(first, work, 1 + model.seed % 2, original)
         pack_model(first, work / "source" / "placed.gguf", in_place=True)
         assert contents(work / "source") == {"placed.gguf": data}
         for group in open_packed(work / "packed.gguf").layout.groups:

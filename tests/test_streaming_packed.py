@@ -66,6 +66,39 @@ def test_same_geometry_and_same_logits(
         assert stats.verified > 0
 
 
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
+def test_stripes_give_the_same_logits(
+    kind: str, count: int, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    drives = [tmp_path / f"drive{i}" for i in range(count)]
+    for drive in drives:
+        drive.mkdir()
+    out = tmp_path / "striped.gguf"
+    pack_model(tiny_model(kind), out, stripes=drives)
+    want, _ = follow(tiny_model(kind), 3)
+    for n_slots in (0, read_geometry(out).top_k):
+        got, stats = follow(out, n_slots)
+        assert np.array_equal(got, want), f"{n_slots} slots"
+        assert stats.verified > 0
+
+
+def test_damage_in_a_stripe_names_its_file(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "striped.gguf"
+    (tmp_path / "other").mkdir()
+    pack_model(tiny_model("mixed"), out, stripes=[tmp_path, tmp_path / "other"])
+    geometry = read_geometry(out)
+    part = geometry.groups[0].parts[0]
+    path = geometry.files[2].path
+    places = [part.place(e) for e in range(geometry.groups[0].n_expert)]
+    flip(path, path, [place.offset for place in places if place.file == 2])
+    error = error_of(out)
+    assert error.file == str(path)
+    assert error.expert % 2 == 1 and error.tensor == part.tensor and error.corrupt
+
+
 def test_checksums_are_those_of_the_bytes(packed: Callable[[str], Path]) -> None:
     """The known answer: the C side checks against what xxhash's own binding gives."""
     geometry = read_geometry(packed("split"))

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from flashmoe_gguf.budget import format_size
+from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.cli.progress import Activity, ByteCount
 from flashmoe_gguf.cli.screen import Rows, Screen, format_rows
 from flashmoe_gguf.gguf.cursor import shown
@@ -19,7 +20,7 @@ _SHARD = re.compile(r"-00001-of-[0-9]{5}$")
 
 
 @click.command(short_help="Pack a model's experts for faster reading.")
-@click.argument("model", type=click.Path())
+@click.argument("model", type=FilePath())
 @click.option(
     "-o",
     "--out",
@@ -33,9 +34,25 @@ _SHARD = re.compile(r"-00001-of-[0-9]{5}$")
     help="Give back the model's space while packing and delete it in the end: needs room for "
     "about one layer. Once begun, finish it with the same command.",
 )
+@click.option(
+    "--stripe",
+    "stripes",
+    type=click.Path(),
+    multiple=True,
+    metavar="DIR",
+    help="A folder on another drive; give one per drive. The experts are spread over one file in "
+    "each and read from all drives at once. OUT keeps the rest.",
+)
 @click.option("--force", is_flag=True, help="Replace OUT if it is there and something else.")
 @click.option("--json", "as_json", is_flag=True, help="The result as JSON.")
-def pack(model: str, out: str | None, in_place: bool, force: bool, as_json: bool) -> None:
+def pack(
+    model: str,
+    out: str | None,
+    in_place: bool,
+    stripes: tuple[str, ...],
+    force: bool,
+    as_json: bool,
+) -> None:
     """Write a packed file: each expert in one aligned block, with checksums.
 
     The packed file gives the same answers, and one read brings a whole expert. MODEL is a GGUF
@@ -46,13 +63,21 @@ def pack(model: str, out: str | None, in_place: bool, force: bool, as_json: bool
     Examples:
       flashmoe pack model.gguf
       flashmoe pack model-00001-of-00003.gguf -o /fast/model.packed.gguf
+      flashmoe pack model.gguf --stripe /drive1 --stripe /drive2
     """
     target = target_path(model, out)
     count = ByteCount()
     with Screen() as screen:
         try:
             with Activity(screen, "packing", count.state):
-                report = pack_model(model, target, progress=count, in_place=in_place, force=force)
+                report = pack_model(
+                    model,
+                    target,
+                    progress=count,
+                    in_place=in_place,
+                    force=force,
+                    stripes=stripes,
+                )
         except KeyboardInterrupt:
             screen.note("stopped; the same command goes on from here")
             raise
@@ -83,6 +108,7 @@ def _rows(report: PackReport) -> Rows:
         ),
         ("blocks", f"{report.blocks} experts in {report.groups} groups"),
     ]
+    rows += [("stripe", shown(path)) for path in report.stripes]
     if report.resumed_bytes:
         rows.append(("resumed", f"{format_size(report.resumed_bytes)} had been copied before"))
     if report.in_place:
@@ -102,4 +128,5 @@ def as_dict(report: PackReport) -> dict[str, Any]:
         "resumed_bytes": report.resumed_bytes,
         "already_there": report.already_there,
         "in_place": report.in_place,
+        "stripes": [str(path) for path in report.stripes],
     }

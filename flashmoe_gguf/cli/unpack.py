@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from flashmoe_gguf.budget import format_size
+from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.cli.progress import Activity, ByteCount
 from flashmoe_gguf.cli.screen import Screen, format_rows
 from flashmoe_gguf.gguf.cursor import shown
@@ -15,7 +16,7 @@ from flashmoe_gguf.pack import unpack_model
 
 
 @click.command(short_help="Restore the original from a packed file.")
-@click.argument("packed", type=click.Path())
+@click.argument("packed", type=FilePath())
 @click.option(
     "-o",
     "--out",

@@ -8,6 +8,7 @@ import click
 
 from flashmoe_gguf.budget import format_size
 from flashmoe_gguf.cli.options import MAX_THREADS
+from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.cli.progress import Activity, ByteCount
 from flashmoe_gguf.cli.screen import Screen, count
 from flashmoe_gguf.errors import ModelFileError
@@ -18,7 +19,7 @@ _SHOWN = 20
 
 
 @click.command(short_help="Check every block of a packed file.")
-@click.argument("packed", type=click.Path())
+@click.argument("packed", type=FilePath())
 @click.option(
     "-t",
     "--threads",

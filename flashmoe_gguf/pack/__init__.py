@@ -44,6 +44,25 @@
 Everything in the packed header follows from the source's headers and the places of its gaps, so
 a reader derives it again from `flashmoe.header.{i}` and takes no other (see `open_packed`).
 
+With stripes the packed file is the same but for its blocks, and has one key more, after the
+fingerprint: `flashmoe.stripes` [str], the n paths where its stripes were written, n from 1 to 16.
+Stripe i, from 0, is called NAME.stripe-{i + 1}-of-{n}.gguf, NAME being that of the packed file;
+it is looked for at its path, then beside the packed file, and is a GGUF v3 with:
+
+| metadata, in this order          | type  | what                                               |
+|----------------------------------|-------|----------------------------------------------------|
+| `general.alignment`              | u32   | 4096                                               |
+| `flashmoe.version`               | u32   | 1                                                  |
+| `flashmoe.stripe.index`          | u32   | i                                                  |
+| `flashmoe.stripe.count`          | u32   | n                                                  |
+| `flashmoe.source.fingerprint`    | str   | that of the packed file                            |
+
+| tensors                           | type, shape                 | what                           |
+|-----------------------------------|-----------------------------|--------------------------------|
+| `flashmoe.blk.{layer}.{family}`   | I8 [block_bytes, m]         | the blocks of the experts e    |
+|                                   |                             | with e % n = i, in order; none |
+|                                   |                             | where there is no such expert  |
+
 A source file that ends before its data would start (a first shard without tensors) has a
 header of all its bytes.
 """

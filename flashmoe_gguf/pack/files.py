@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flashmoe_gguf.errors import FlashMoEError, ModelFileError, PackError
@@ -26,6 +26,17 @@ def open_source(path: Path, flags: int = os.O_RDONLY) -> int:
         raise ModelFileError(
             f"{shown(path)}: cannot open: {error.strerror}", "check the path"
         ) from None
+
+
+@contextmanager
+def opened(paths: Sequence[Path]) -> Iterator[list[int]]:
+    """File descriptors of model files to read; raises ModelFileError."""
+    with ExitStack() as stack:
+        fds = []
+        for path in paths:
+            fds.append(open_source(path))
+            stack.callback(os.close, fds[-1])
+        yield fds
 
 
 def open_target(path: Path, flags: int = 0) -> int:

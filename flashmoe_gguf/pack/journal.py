@@ -15,6 +15,7 @@ from typing import Any
 from flashmoe_gguf.pack.files import open_target, sync_folder, write_exact, writing
 
 START = "start"  # the step that writes everything but dense tensors, blocks and sums
+WHOLE = "whole"  # with stripes: all steps are done, and the files are getting their names
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import xxhash
 
 from flashmoe_gguf.gguf import Shard, TensorInfo
 from flashmoe_gguf.pack import encode
-from flashmoe_gguf.packed import VERSION
+from flashmoe_gguf.packed import VERSION, Place, place_of
+from flashmoe_gguf.stripes import experts_in
 
 ALIGNMENT = 4096  # a page, and the logical block of every drive that direct I/O meets
 SUM_BYTES = 8
@@ -83,14 +84,25 @@ class PackedPart:
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Expert e's block is `block_bytes` long and lies at `offset + e * block_bytes`."""
+    """Expert e's block is `block_bytes` long and lies at `block(e)`.
+
+    Files count from 0: the packed file, then its stripes.
+    """
 
     layer: int
     family: str
     n_expert: int
     block_bytes: int
-    offset: int
+    places: tuple[Place, ...]
     parts: tuple[PackedPart, ...]
+
+    def block(self, expert: int) -> Place:
+        return place_of(self.places, self.block_bytes, expert)
+
+    @property
+    def offset(self) -> int:
+        """Of expert 0's block; without stripes the others follow."""
+        return self.places[0].offset
 
     @property
     def expert_bytes(self) -> int:
@@ -122,6 +134,15 @@ class GapTensor:
 
 
 @dataclass(frozen=True)
+class Stripe:
+    """One of the files that hold the blocks in turn: blocks and nothing else."""
+
+    path: str
+    header: bytes
+    total_bytes: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """All of a packed file; offsets are from its start, and `header` its first bytes."""
 
@@ -133,6 +154,12 @@ class Layout:
     n_sums: int
     header_offsets: tuple[int, ...]
     gaps: tuple[GapTensor, ...]
+    stripes: tuple[Stripe, ...] = ()
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of all files."""
+        return self.total_bytes + sum(stripe.total_bytes for stripe in self.stripes)
 
 
 def padded(nbytes: int) -> int:
@@ -161,10 +188,16 @@ class _Table:
         self.at += padded(nbytes)
         return offset
 
+    def header(self, keys: Sequence[bytes]) -> bytes:
+        """All that comes before the data."""
+        head = encode.start(len(self.rows), len(keys)) + b"".join(keys) + b"".join(self.rows)
+        return head.ljust(padded(len(head)), b"\0")
 
-def plan_layout(source: Source) -> Layout:
-    """The packed file of `source`."""
+
+def plan_layout(source: Source, stripes: Sequence[str] = ()) -> Layout:
+    """The packed file of `source`, its blocks spread over the files `stripes` if there are any."""
     table = _Table()
+    spread = [_Table() for _ in stripes]
     in_groups = {t.name for group in source.groups for t in group.tensors}
     dense = [
         (t, table.add(t.name, t.shape, t.ggml_type, t.nbytes))
@@ -174,11 +207,8 @@ def plan_layout(source: Source) -> Layout:
     groups: list[PackedGroup] = []
     n_sums = 0
     for group in source.groups:
-        planned = _plan_group(group, n_sums)
-        name = f"flashmoe.blk.{group.layer}.{group.family}"
-        shape = (planned.block_bytes, planned.n_expert)
-        offset = table.add(name, shape, _I8, planned.block_bytes * planned.n_expert)
-        groups.append(_moved(planned, offset))
+        planned = _plan_group(group, n_sums, spread or [table], 1 if stripes else 0)
+        groups.append(planned)
         n_sums += len(planned.parts) * planned.n_expert
     sums = table.add("flashmoe.sums", (n_sums,), _I64, n_sums * SUM_BYTES)
     headers = [
@@ -191,40 +221,61 @@ def plan_layout(source: Source) -> Layout:
         if spans:
             nbytes = sum(GAP_HEAD.size + span.nbytes for span in spans)
             gaps.append(GapTensor(table.add(gaps_name(i), (nbytes,), _I8, nbytes), spans))
-    keys = [*_source_keys(source), *_own_keys(source, groups)]
-    head = encode.start(len(table.rows), len(keys)) + b"".join(keys) + b"".join(table.rows)
-    base = padded(len(head))
+    header = table.header([*_source_keys(source), *_own_keys(source, groups, stripes)])
+    stripe_headers = [
+        its.header(_stripe_keys(source, i, len(spread))) for i, its in enumerate(spread)
+    ]
+    base = len(header)
+    bases = [base, *map(len, stripe_headers)]
     return Layout(
-        header=head.ljust(base, b"\0"),
+        header=header,
         total_bytes=base + table.at,
         dense=tuple(DenseTensor(t, base + offset) for t, offset in dense),
-        groups=tuple(_moved(group, base) for group in groups),
+        groups=tuple(_moved(group, bases) for group in groups),
         sums_offset=base + sums,
         n_sums=n_sums,
         header_offsets=tuple(base + offset for offset in headers),
         gaps=tuple(GapTensor(base + gap.offset, gap.spans) for gap in gaps),
+        stripes=tuple(
+            Stripe(path, head, len(head) + its.at)
+            for path, head, its in zip(stripes, stripe_headers, spread, strict=True)
+        ),
     )
 
 
-def _moved(group: PackedGroup, by: int) -> PackedGroup:
-    return PackedGroup(
-        group.layer,
-        group.family,
-        group.n_expert,
-        group.block_bytes,
-        group.offset + by,
-        group.parts,
-    )
+def _moved(group: PackedGroup, bases: Sequence[int]) -> PackedGroup:
+    """With offsets from the starts of the files, whose data begins at `bases`."""
+    places = tuple(Place(place.file, bases[place.file] + place.offset) for place in group.places)
+    return replace(group, places=places)
 
 
-def _plan_group(group: SourceGroup, first_sum: int) -> PackedGroup:
+def _plan_group(
+    group: SourceGroup, first_sum: int, tables: Sequence[_Table], first_file: int
+) -> PackedGroup:
+    """Its blocks go into `tables` in turn, which are those of the files from `first_file` on."""
     n_expert = group.tensors[0].shape[2]
     parts, at = [], 0
     for i, tensor in enumerate(group.tensors):
         expert_bytes = tensor.nbytes // n_expert
         parts.append(PackedPart(tensor, at, expert_bytes, first_sum + i * n_expert))
         at += padded(expert_bytes)
-    return PackedGroup(group.layer, group.family, n_expert, at, 0, tuple(parts))
+    name = f"flashmoe.blk.{group.layer}.{group.family}"
+    places = []
+    for i, table in enumerate(tables):
+        n_here = experts_in(i, len(tables), n_expert)
+        offset = table.add(name, (at, n_here), _I8, at * n_here) if n_here else 0
+        places.append(Place(first_file + i, offset))
+    return PackedGroup(group.layer, group.family, n_expert, at, tuple(places), tuple(parts))
+
+
+def _stripe_keys(source: Source, index: int, count: int) -> list[bytes]:
+    return [
+        encode.u32("general.alignment", ALIGNMENT),
+        encode.u32("flashmoe.version", VERSION),
+        encode.u32("flashmoe.stripe.index", index),
+        encode.u32("flashmoe.stripe.count", count),
+        encode.string("flashmoe.source.fingerprint", source.fingerprint),
+    ]
 
 
 def _source_keys(source: Source) -> list[bytes]:
@@ -239,7 +290,7 @@ def _source_keys(source: Source) -> list[bytes]:
     return keys if "general.alignment" in source.key_spans else [*keys, alignment]
 
 
-def _own_keys(source: Source, groups: Sequence[PackedGroup]) -> list[bytes]:
+def _own_keys(source: Source, groups: Sequence[PackedGroup], stripes: Sequence[str]) -> list[bytes]:
     rows = [(group, part) for group in groups for part in group.parts]
     parts = "flashmoe.parts."
     return [
@@ -247,6 +298,7 @@ def _own_keys(source: Source, groups: Sequence[PackedGroup]) -> list[bytes]:
         encode.strings("flashmoe.source.files", source.names),
         encode.u64s("flashmoe.source.sizes", [s.size_bytes for s in source.shards]),
         encode.string("flashmoe.source.fingerprint", source.fingerprint),
+        *([encode.strings("flashmoe.stripes", stripes)] if stripes else []),
         encode.strings(parts + "tensor", [p.tensor.name for _, p in rows]),
         encode.u32s(parts + "layer", [g.layer for g, _ in rows]),
         encode.strings(parts + "family", [g.family for g, _ in rows]),

@@ -31,6 +31,7 @@ from flashmoe_gguf.pack.layout import (
 from flashmoe_gguf.pack.source import check_spans, parse_raw_header
 from flashmoe_gguf.packed import VERSION
 from flashmoe_gguf.store import FAMILIES
+from flashmoe_gguf.stripes import find_stripes, recorded_stripes, refuse_stripe
 
 _HINT = "the packed file is damaged: copy it again, or pack the model again"
 _MAX_HEADER_BYTES = 256 << 20
@@ -40,11 +41,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PackedFile:
-    """A packed file whose header is right; what its data is worth, only the checksums tell."""
+    """A packed file whose header is right, as are those of its `stripes`; what its data is
+    worth, only the checksums tell.
+    """
 
     path: Path
     source: Source
     layout: Layout
+    stripes: tuple[Path, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """In the order in which a `Place` counts them."""
+        return (self.path, *self.stripes)
 
 
 def open_packed(path: str | os.PathLike[str]) -> PackedFile:
@@ -52,6 +61,7 @@ def open_packed(path: str | os.PathLike[str]) -> PackedFile:
     where = Path(path)
     header = read_header(where)
     _check_version(header)
+    refuse_stripe(header)
     if len(header.shards) != 1:
         raise _damaged(where, "a packed file is never split")
     names = _list(header, "flashmoe.source.files", str)
@@ -72,7 +82,7 @@ def open_packed(path: str | os.PathLike[str]) -> PackedFile:
         raise _damaged(where, "the stored source headers do not have the stored fingerprint")
     check_spans(source)
     try:
-        layout = plan_layout(source)
+        layout = plan_layout(source, recorded_stripes(header))
     except struct.error:  # numbers that no real file has
         raise _damaged(where, "the sizes of the source files are impossible") from None
     if layout.header != start:
@@ -82,7 +92,25 @@ def open_packed(path: str | os.PathLike[str]) -> PackedFile:
             where,
             f"the file has {header.shards[0].size_bytes:,} bytes, not {layout.total_bytes:,}",
         )
-    return PackedFile(where, source, layout)
+    return PackedFile(where, source, layout, _open_stripes(header, layout))
+
+
+def _open_stripes(header: Header, layout: Layout) -> tuple[Path, ...]:
+    """Where the stripes are now, all with the header that is planned."""
+    paths = []
+    for stripe, planned in zip(find_stripes(header), layout.stripes, strict=True):
+        fd = open_source(stripe.path)
+        try:
+            start = read_exact(fd, stripe.shards[0].data_offset, 0, stripe.path)
+        finally:
+            os.close(fd)
+        if start != planned.header:
+            raise _damaged(stripe.path, "the header is not the one that the source gives")
+        size = stripe.shards[0].size_bytes
+        if size != planned.total_bytes:
+            raise _damaged(stripe.path, f"the file has {size:,} bytes, not {planned.total_bytes:,}")
+        paths.append(stripe.path)
+    return tuple(paths)
 
 
 def _check_version(header: Header) -> None:

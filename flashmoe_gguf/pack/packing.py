@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import xxhash
 
 from flashmoe_gguf.errors import FlashMoEError, PackError
 from flashmoe_gguf.gguf.cursor import shown
-from flashmoe_gguf.pack.files import require_space, writing
+from flashmoe_gguf.pack.files import writing
 from flashmoe_gguf.pack.in_place import is_begun, pack_in_place
 from flashmoe_gguf.pack.journal import Task
 from flashmoe_gguf.pack.layout import Layout, Source, plan_layout
@@ -18,13 +19,14 @@ from flashmoe_gguf.pack.opening import open_packed
 from flashmoe_gguf.pack.partial import Counter, PartialFile, journal_path, partial_path
 from flashmoe_gguf.pack.source import read_source
 from flashmoe_gguf.pack.steps import plan_steps
+from flashmoe_gguf.pack.striping import check_stripe_targets, stripe_paths
 from flashmoe_gguf.pack.writer import Progress
 
 
 @dataclass(frozen=True)
 class PackReport:
-    """What packing gave. `resumed_bytes` of the source were copied by an earlier run; with
-    `already_there` nothing was done at all.
+    """What packing gave. `packed_bytes` counts `stripes` too; `resumed_bytes` of the source were
+    copied by an earlier run; with `already_there` nothing was done at all.
     """
 
     out: Path
@@ -36,6 +38,7 @@ class PackReport:
     resumed_bytes: int = 0
     already_there: bool = False
     in_place: bool = False
+    stripes: tuple[Path, ...] = ()
 
 
 def pack_model(
@@ -45,6 +48,7 @@ def pack_model(
     progress: Progress | None = None,
     in_place: bool = False,
     force: bool = False,
+    stripes: Sequence[str | os.PathLike[str]] = (),
 ) -> PackReport:
     """Write the packed file `out` of the model `source`, a GGUF file or the first of its shards.
 
@@ -52,7 +56,8 @@ def pack_model(
     cut, the same call goes on after the last finished layer. `in_place` gives back the space of
     the original while it is copied, and deletes it in the end: from the first layer on, only
     the same call again makes a usable file of the two halves. `force` replaces an `out` that
-    exists.
+    exists. `stripes` are folders, best one per drive: the experts are spread over one file in
+    each, named after `out`, and `out` keeps the rest.
 
     `progress` gets the bytes copied and the bytes in all, many times a second; what it raises
     ends the call. Memory: the headers and one part of one expert. Raises ModelFileError for
@@ -61,6 +66,11 @@ def pack_model(
     target = Path(out)
     if target.is_dir():
         raise PackError(f"{shown(target)}: this is a folder", "name the packed file")
+    if stripes and in_place:
+        raise PackError(
+            f"{shown(target)}: packing in place cannot spread experts over stripes",
+            "leave out --in-place, or --stripe",
+        )
     if is_begun(target):
         if not in_place:
             raise PackError(
@@ -70,8 +80,8 @@ def pack_model(
         packed, resumed = pack_in_place(Path(source), target, None, progress)
         return _report(target, packed.source, packed.layout, resumed, in_place=True)
     what = read_source(source)
-    layout = plan_layout(what)
-    _check_names(what, target)
+    layout = plan_layout(what, stripe_paths(what, target, stripes))
+    _check_names(what, layout, target)
     if target.exists() and not force:
         _check_existing(what, layout, target, in_place)
         _drop_stale_journal(target)
@@ -79,6 +89,8 @@ def pack_model(
     if in_place:
         packed, resumed = pack_in_place(Path(source), target, what, progress)
         return _report(target, packed.source, packed.layout, resumed, in_place=True)
+    if not force:
+        check_stripe_targets(layout)
     resumed = _pack(what, layout, target, progress)
     return _report(target, what, layout, resumed)
 
@@ -90,7 +102,7 @@ def _pack(source: Source, layout: Layout, out: Path, progress: Progress | None) 
     partial = PartialFile(out, layout)
     try:
         try:
-            require_space(out.parent, layout.total_bytes - partial.used_bytes)
+            partial.require_space(task)
         except PackError:
             if not partial.used_bytes:
                 partial.path.unlink()  # made just now
@@ -125,8 +137,10 @@ def _stamps(source: Source) -> tuple[tuple[int, int], ...]:
     return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
-def _check_names(source: Source, out: Path) -> None:
-    ours = [path for path in (out, partial_path(out), journal_path(out)) if path.exists()]
+def _check_names(source: Source, layout: Layout, out: Path) -> None:
+    finals = [out, *(Path(stripe.path) for stripe in layout.stripes)]
+    named = [journal_path(out), *finals, *map(partial_path, finals)]
+    ours = [path for path in named if path.exists()]
     for shard in source.shards:
         if any(os.path.samefile(path, shard.path) for path in ours):
             raise PackError(
@@ -176,11 +190,12 @@ def _report(
     return PackReport(
         out=out,
         source_bytes=sum(shard.size_bytes for shard in source.shards),
-        packed_bytes=layout.total_bytes,
+        packed_bytes=layout.packed_bytes,
         groups=len(layout.groups),
         blocks=sum(group.n_expert for group in layout.groups),
         fingerprint=source.fingerprint,
         resumed_bytes=resumed,
         already_there=already_there,
         in_place=in_place,
+        stripes=tuple(Path(stripe.path) for stripe in layout.stripes),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,8 @@ import xxhash
 from flashmoe_gguf.errors import ModelFileError, PackError
 from flashmoe_gguf.gguf.cursor import shown
 from flashmoe_gguf.pack.files import (
-    open_source,
     open_target,
+    opened,
     read_chunks,
     read_exact,
     require_space,
@@ -54,7 +54,7 @@ def unpack_model(
         raise PackError(f"{shown(folder)}: there is no such folder", "make it, or choose another")
     targets = tuple(folder / name for name in file.source.names)
     for target in targets:
-        if target.exists() and os.path.samefile(target, file.path):
+        if target.exists() and any(os.path.samefile(target, path) for path in file.files):
             raise PackError(
                 f"{shown(target)}: source and target are the same file",
                 "choose another folder with -o",
@@ -66,7 +66,6 @@ def unpack_model(
             )
     sizes = [shard.size_bytes for shard in file.source.shards]
     require_space(folder, sum(sizes))
-    fd = open_source(file.path)
     done = 0
 
     def add(nbytes: int) -> None:
@@ -75,21 +74,20 @@ def unpack_model(
         if progress is not None:
             progress(done, sum(sizes))
 
-    try:
+    with opened(file.files) as fds:
         add(0)
         for number, target in enumerate(targets):
-            _Shard(file, fd, number, target).write(add)
-    finally:
-        os.close(fd)
+            _Shard(file, fds, number, target).write(add)
     return UnpackReport(targets, sum(sizes))
 
 
 class _Shard:
     """One source file being restored."""
 
-    def __init__(self, file: PackedFile, fd: int, number: int, target: Path) -> None:
+    def __init__(self, file: PackedFile, fds: Sequence[int], number: int, target: Path) -> None:
         self._file = file
-        self._fd = fd
+        self._fds = fds
+        self._fd = fds[0]
         self._number = number
         self._target = target
         self._partial = target.with_name(target.name + ".partial")
@@ -131,11 +129,13 @@ class _Shard:
             add(len(data))
 
     def _write_part(self, group: PackedGroup, part: PackedPart, add: Callable[[int], None]) -> None:
-        path, nbytes = self._file.path, part.expert_bytes
-        sums = read_sums(self._fd, path, self._file.layout, group, part)
+        nbytes = part.expert_bytes
+        sums = read_sums(self._fd, self._file.path, self._file.layout, group, part)
         for expert in range(group.n_expert):
-            at = group.offset + expert * group.block_bytes + part.block_offset
-            data = read_exact(self._fd, nbytes, at, path)
+            block = group.block(expert)
+            path = self._file.files[block.file]
+            at = block.offset + part.block_offset
+            data = read_exact(self._fds[block.file], nbytes, at, path)
             if xxhash.xxh3_64_intdigest(data) != sums[expert]:
                 damage = Damage(group.layer, group.family, expert, part.tensor.name)
                 raise ModelFileError(

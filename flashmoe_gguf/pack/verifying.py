@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import xxhash
 
-from flashmoe_gguf.pack.files import open_source, read_exact
+from flashmoe_gguf.pack.files import opened, read_exact
 from flashmoe_gguf.pack.layout import SUM_BYTES, Layout, PackedGroup, PackedPart
-from flashmoe_gguf.pack.opening import open_packed
+from flashmoe_gguf.pack.opening import PackedFile, open_packed
 from flashmoe_gguf.pack.writer import Progress
 
 _AT_ONCE_BYTES = 64 << 20  # blocks that are read together, beyond one per thread
@@ -63,17 +64,16 @@ def verify_model(
     file = open_packed(packed)
     layout = file.layout
     total = sum(g.block_bytes * g.n_expert for g in layout.groups)
-    fd = open_source(file.path)
     done = 0
     damages: list[Damage] = []
     damaged_blocks = 0
     if progress is not None:
         progress(0, total)
-    pool = ThreadPoolExecutor(n_threads, thread_name_prefix="verify")
-    try:
+    with opened(file.files) as fds, _threads(n_threads) as pool:
         if hasattr(os, "posix_fadvise"):  # what is in memory says nothing about the disk
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        check = _Check(fd, file.path, layout)
+            for fd in fds:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        check = _Check(fds, file)
         work = _work(layout)
         at_once = max(layout.groups, key=lambda g: g.block_bytes).block_bytes
         ahead = n_threads + _AT_ONCE_BYTES // at_once
@@ -89,12 +89,18 @@ def verify_model(
             done += nbytes
             if progress is not None:
                 progress(done, total)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        os.close(fd)
     return VerifyReport(
         file.path, sum(g.n_expert for g in layout.groups), total, damaged_blocks, tuple(damages)
     )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(count, thread_name_prefix="verify")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _work(layout: Layout) -> Iterator[tuple[PackedGroup, int]]:
@@ -104,17 +110,17 @@ def _work(layout: Layout) -> Iterator[tuple[PackedGroup, int]]:
 class _Check:
     """Checks blocks, from any thread."""
 
-    def __init__(self, fd: int, path: Path, layout: Layout) -> None:
-        self._fd = fd
-        self._path = path
-        self._layout = layout
+    def __init__(self, fds: Sequence[int], file: PackedFile) -> None:
+        self._fds = fds
+        self._file = file
         self._lock = threading.Lock()
         self._sums_of: tuple[PackedGroup, list[tuple[int, ...]]] | None = None
 
     def block(self, group: PackedGroup, expert: int) -> tuple[int, list[Damage]]:
         """The bytes read, and what is wrong with one expert's block."""
-        offset = group.offset + expert * group.block_bytes
-        data = memoryview(read_exact(self._fd, group.block_bytes, offset, self._path))
+        at = group.block(expert)
+        fd, path = self._fds[at.file], self._file.files[at.file]
+        data = memoryview(read_exact(fd, group.block_bytes, at.offset, path))
         found = []
         ends = [p.block_offset for p in group.parts[1:]] + [group.block_bytes]
         for part, sums, end in zip(group.parts, self._sums(group), ends, strict=True):
@@ -130,7 +136,7 @@ class _Check:
         with self._lock:
             if self._sums_of is None or self._sums_of[0] is not group:
                 sums = [
-                    read_sums(self._fd, self._path, self._layout, group, part)
+                    read_sums(self._fds[0], self._file.path, self._file.layout, group, part)
                     for part in group.parts
                 ]
                 self._sums_of = (group, sums)

@@ -25,20 +25,26 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class Writer:
-    """Writes into the open file `fd`, which is all zeros where nothing was written before.
+    """Writes into the open files `fds`, the packed file and its stripes, which are all zeros
+    where nothing was written before; `targets` are their names.
 
     `paths` are where the source's files are. Holds one part of one expert at a time. Reading
     raises ModelFileError, writing PackError.
     """
 
     def __init__(
-        self, source: Source, layout: Layout, paths: Sequence[Path], fd: int, target: Path
+        self,
+        source: Source,
+        layout: Layout,
+        paths: Sequence[Path],
+        fds: Sequence[int],
+        targets: Sequence[Path],
     ) -> None:
         self._source = source
         self._layout = layout
         self._paths = paths
-        self._fd = fd
-        self._target = target
+        self._fds = fds
+        self._targets = targets
         self._open: dict[int, int] = {}
 
     def close(self) -> None:
@@ -49,6 +55,8 @@ class Writer:
     def write_start(self) -> None:
         """The header, the source's headers, and its gaps: all that the model can be told by."""
         self._write(self._layout.header, 0)
+        for file, stripe in enumerate(self._layout.stripes, start=1):
+            self._write(stripe.header, 0, file)
         for header, offset in zip(self._source.headers, self._layout.header_offsets, strict=True):
             self._write(header, offset)
         for gap in self._layout.gaps:
@@ -74,12 +82,12 @@ class Writer:
         sums: list[list[int]] = [[] for _ in group.parts]
         for expert in range(group.n_expert):
             self._announce(group, expert + 1)
+            block = group.block(expert)
             for part, its_sums in zip(group.parts, sums, strict=True):
                 tensor, nbytes = part.tensor, part.expert_bytes
                 data = self._read(Span(tensor.shard, tensor.offset + expert * nbytes, nbytes))
                 its_sums.append(xxhash.xxh3_64_intdigest(data))
-                block = group.offset + expert * group.block_bytes
-                self._write(data, block + part.block_offset)
+                self._write(data, block.offset + part.block_offset, block.file)
                 on_bytes(nbytes)
         for part, its_sums in zip(group.parts, sums, strict=True):
             at = self._layout.sums_offset + SUM_BYTES * part.first_sum
@@ -103,5 +111,5 @@ class Writer:
         path = self._paths[span.shard]
         return read_exact(self._source_fd(span.shard), span.nbytes, span.offset, path)
 
-    def _write(self, data: bytes, offset: int) -> None:
-        write_exact(self._fd, data, offset, self._target)
+    def _write(self, data: bytes, offset: int, file: int = 0) -> None:
+        write_exact(self._fds[file], data, offset, self._targets[file])

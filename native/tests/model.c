@@ -17,8 +17,9 @@ uint64_t fm_checksum(const void *data, size_t bytes) {
 }
 
 int32_t add_part(fm_stream *stream, int32_t group, const char *tensor, int32_t file, uint64_t offset, uint64_t bytes) {
+    const struct fm_place place = {.file = file, .offset = offset};
     const struct fm_part part = {
-        .tensor = tensor, .file = file, .offset = offset, .expert_bytes = bytes, .stride = bytes, .type = -1};
+        .tensor = tensor, .places = &place, .n_places = 1, .expert_bytes = bytes, .stride = bytes, .type = -1};
     return fm_stream_add_part(stream, group, &part);
 }
 
@@ -38,6 +39,36 @@ static const char *tensor_name(char *name, size_t bytes, int group, int part) {
     return name;
 }
 
+static void write_file(const char *path, const uint8_t *bytes, size_t n) {
+    FILE *file = fopen(path, "wb");
+    CHECK(file != NULL);
+    CHECK_EQUAL(fwrite(bytes, 1, n, file), n);
+    CHECK_EQUAL(fclose(file), 0);
+}
+
+/* Stripe i: what the one file holds, but of the experts e % n == i only, packed together. */
+static void write_stripe(struct model *model, const char *name, int i) {
+    const struct shape *shape = &model->shape;
+    uint8_t *stripe = calloc(1, model->image_bytes + 32 * MAX_GROUPS * FM_MAX_PARTS);
+    CHECK(stripe != NULL);
+    uint64_t end = shape->first_offset;
+    for (int g = 0; g < shape->n_groups; g++) {
+        for (int p = 0; p < shape->n_parts; p++) {
+            end = (end + 31) & ~(uint64_t)31;
+            model->places[g][p][i] = (struct fm_place){.file = i, .offset = end};
+            for (int e = i; e < shape->n_expert; e += shape->n_stripes) {
+                memcpy(stripe + end, model_bytes(model, g, p, e), shape->part_bytes[p]);
+                end += shape->part_bytes[p];
+            }
+        }
+    }
+    char stripe_name[64];
+    snprintf(stripe_name, sizeof stripe_name, "%s.%d", name, i);
+    snprintf(model->stripes[i], sizeof model->stripes[i], "%s", check_path(stripe_name));
+    write_file(model->stripes[i], stripe, end);
+    free(stripe);
+}
+
 void model_write(struct model *model, const struct shape *shape, const char *name) {
     *model = (struct model){.shape = *shape};
     uint64_t end = shape->first_offset;
@@ -54,24 +85,46 @@ void model_write(struct model *model, const struct shape *shape, const char *nam
     for (uint64_t i = 0; i < end; i++) {
         model->image[i] = byte_at(i);
     }
-    snprintf(model->path, sizeof model->path, "%s", check_path(name));
-    FILE *file = fopen(model->path, "wb");
-    CHECK(file != NULL);
-    CHECK_EQUAL(fwrite(model->image, 1, end, file), end);
-    CHECK_EQUAL(fclose(file), 0);
+    for (int i = 0; i < shape->n_stripes; i++) {
+        write_stripe(model, name, i);
+    }
+    if (shape->n_stripes == 0) {
+        snprintf(model->path, sizeof model->path, "%s", check_path(name));
+        write_file(model->path, model->image, end);
+    }
+}
+
+static int add_striped_part(struct model *model, int group, const char *tensor, int part) {
+    const uint64_t bytes = model->shape.part_bytes[part];
+    const struct fm_part given = {.tensor = tensor,
+                                  .places = model->places[group][part],
+                                  .n_places = model->shape.n_stripes,
+                                  .expert_bytes = bytes,
+                                  .stride = bytes,
+                                  .type = -1};
+    return fm_stream_add_part(model->stream, group, &given);
 }
 
 void model_attach(struct model *model, const struct fm_options *options) {
     model->stream = fm_stream_new(options);
     CHECK(model->stream != NULL);
-    model->file = fm_stream_add_file(model->stream, model->path);
-    CHECK(model->file >= 0);
+    for (int i = 0; i < model->shape.n_stripes; i++) {
+        CHECK_EQUAL(fm_stream_add_file(model->stream, model->stripes[i], i), i);
+    }
+    if (model->shape.n_stripes == 0) {
+        model->file = fm_stream_add_file(model->stream, model->path, 0);
+        CHECK(model->file >= 0);
+    }
     for (int g = 0; g < model->shape.n_groups; g++) {
         CHECK_EQUAL(fm_stream_add_group(model->stream, g + 10, 0, model->shape.n_expert), g);
         for (int p = 0; p < model->shape.n_parts; p++) {
             char name[64];
-            CHECK_EQUAL(add_part(model->stream, g, tensor_name(name, sizeof name, g, p), model->file,
-                                           model->offsets[g][p], model->shape.part_bytes[p]), p);
+            tensor_name(name, sizeof name, g, p);
+            if (model->shape.n_stripes > 0) {
+                CHECK_EQUAL(add_striped_part(model, g, name, p), p);
+                continue;
+            }
+            CHECK_EQUAL(add_part(model->stream, g, name, model->file, model->offsets[g][p], model->shape.part_bytes[p]), p);
         }
     }
     CHECK_EQUAL(fm_stream_open(model->stream), FM_OK);

@@ -17,16 +17,19 @@ struct shape {
     int n_parts;
     uint64_t part_bytes[FM_MAX_PARTS]; /* of one expert */
     uint64_t first_offset;
+    int n_stripes; /* 0: one file */
 };
 
 struct model {
     struct shape shape;
     fm_stream *stream;
-    char path[512];
-    uint8_t *image; /* what the file holds */
+    char path[512]; /* of the one file */
+    uint8_t *image; /* what the one file holds; of stripes, what it would hold */
     size_t image_bytes;
     uint64_t offsets[MAX_GROUPS][FM_MAX_PARTS];
     int file;
+    char stripes[FM_MAX_PLACES][512]; /* paths; stripe i is on drive i */
+    struct fm_place places[MAX_GROUPS][FM_MAX_PARTS][FM_MAX_PLACES];
 };
 
 /* Expert parts of one block each, aligned: one part, one read. */
@@ -40,7 +43,7 @@ int32_t add_part(fm_stream *stream, int32_t group, const char *tensor, int32_t f
 /* Options that most tests share: buffered, no workers, requests of 1 MiB. */
 struct fm_options options_for(int n_workers, int n_ring);
 
-/* Writes the file; describes it to a new stream and opens that. */
+/* Writes the file or the stripes; describes it to a new stream and opens that. */
 void model_create(struct model *model, const struct shape *shape, const struct fm_options *options);
 /* Only the file; model_attach can make several streams over it. */
 void model_write(struct model *model, const struct shape *shape, const char *name);

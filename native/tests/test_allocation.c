@@ -38,7 +38,7 @@ void *__wrap_realloc(void *memory, size_t bytes) {
 static bool build(const char *path, fm_stream **stream) {
     const struct fm_options options = options_for(1, 2);
     *stream = fm_stream_new(&options);
-    if (*stream == NULL || fm_stream_add_file(*stream, path) < 0) {
+    if (*stream == NULL || fm_stream_add_file(*stream, path, 0) < 0) {
         return false;
     }
     for (int g = 0; g < 3; g++) {

@@ -62,7 +62,7 @@ static const char *file_new(void) {
 static struct fm_io *io_new(int mode, int n_workers) {
     struct fm_io *io = fm_io_new(mode, n_workers, done);
     CHECK(io != NULL);
-    CHECK_EQUAL(fm_io_open(io, file_new()), 0);
+    CHECK_EQUAL(fm_io_open(io, file_new(), 0), 0);
     return io;
 }
 
@@ -257,7 +257,7 @@ TEST(without_direct_io_auto_mode_falls_back_and_direct_mode_says_so) {
         check_skip("no file without direct I/O: %s", no_direct_io);
     }
     struct fm_io *io = fm_io_new(FM_IO_AUTO, 0, done);
-    CHECK_EQUAL(fm_io_open(io, no_direct_io), 0);
+    CHECK_EQUAL(fm_io_open(io, no_direct_io, 0), 0);
     struct fm_io_counters counters;
     fm_io_count(io, &counters);
     CHECK_EQUAL(counters.files_direct, 0);
@@ -265,7 +265,7 @@ TEST(without_direct_io_auto_mode_falls_back_and_direct_mode_says_so) {
     fm_io_free(io);
 
     io = fm_io_new(FM_IO_DIRECT, 0, done);
-    CHECK_EQUAL(fm_io_open(io, no_direct_io), -1);
+    CHECK_EQUAL(fm_io_open(io, no_direct_io, 0), -1);
     CHECK_TEXT(fm_last_message(), "direct I/O does not work");
     CHECK_TEXT(fm_last_message(), no_direct_io);
     fm_io_free(io);
@@ -274,10 +274,10 @@ TEST(without_direct_io_auto_mode_falls_back_and_direct_mode_says_so) {
 TEST(a_file_that_is_not_there_is_named) {
     struct fm_io *io = io_new(FM_IO_AUTO, 0);
     const char *path = check_path("nothing.gguf");
-    CHECK_EQUAL(fm_io_open(io, path), -1);
+    CHECK_EQUAL(fm_io_open(io, path, 0), -1);
     CHECK_TEXT(fm_last_message(), path);
     CHECK_TEXT(fm_last_message(), strerror(ENOENT));
-    CHECK_EQUAL(fm_io_open(io, check_path("blocks")), 1); /* the index was not used up */
+    CHECK_EQUAL(fm_io_open(io, check_path("blocks"), 0), 1); /* the index was not used up */
     CHECK_EQUAL(fm_io_file_size(io, 1), FILE_BYTES);
     fm_io_free(io);
 }

@@ -43,7 +43,7 @@ static fm_stream *described(void) {
     CHECK(file != NULL);
     CHECK_EQUAL(fwrite((char[1000]){0}, 1, 1000, file), 1000);
     CHECK_EQUAL(fclose(file), 0);
-    CHECK_EQUAL(fm_stream_add_file(stream, check_path("thousand")), 0);
+    CHECK_EQUAL(fm_stream_add_file(stream, check_path("thousand"), 0), 0);
     CHECK_EQUAL(fm_stream_add_group(stream, 5, 0, 10), 0);
     return stream;
 }
@@ -102,7 +102,7 @@ TEST(groups_must_have_experts) {
 
 TEST(a_missing_file_is_named) {
     fm_stream *stream = described();
-    CHECK_EQUAL(fm_stream_add_file(stream, check_path("part-00002-of-00003.gguf")), -1);
+    CHECK_EQUAL(fm_stream_add_file(stream, check_path("part-00002-of-00003.gguf"), 0), -1);
     CHECK_TEXT(fm_last_message(), "part-00002-of-00003.gguf");
     fm_stream_free(stream);
 }
@@ -136,7 +136,7 @@ TEST(open_and_start_come_once_and_in_this_order) {
     CHECK_EQUAL(fm_stream_open(stream), FM_OK);
     CHECK_EQUAL(fm_stream_open(stream), FM_BAD_STATE);
     CHECK_TEXT(fm_last_message(), "open already");
-    CHECK_EQUAL(fm_stream_add_file(stream, check_path("thousand")), -1);
+    CHECK_EQUAL(fm_stream_add_file(stream, check_path("thousand"), 0), -1);
     CHECK_TEXT(fm_last_message(), "open already");
     CHECK_EQUAL(fm_stream_add_group(stream, 6, 0, 1), -1);
     CHECK_EQUAL(add_part(stream, 0, "gate", 0, 0, 100), -1);
@@ -201,7 +201,7 @@ TEST(experts_may_come_from_several_files) {
     model_write(&model, &odd, "second");
     fm_stream *stream = described(); /* a file of zeros is the first */
     model.stream = stream;
-    CHECK_EQUAL(fm_stream_add_file(stream, model.path), 1);
+    CHECK_EQUAL(fm_stream_add_file(stream, model.path, 0), 1);
     CHECK_EQUAL(add_part(stream, 0, "up", 0, 0, 100), 0);
     CHECK_EQUAL(fm_stream_add_group(stream, 6, 0, model.shape.n_expert), 1);
     CHECK_EQUAL(add_part(stream, 1, "up", 1, model.offsets[1][0], model.shape.part_bytes[0]), 0);
@@ -235,7 +235,7 @@ TEST(a_long_message_is_cut) {
     char path[2000];
     memset(path, 'p', sizeof path);
     path[sizeof path - 1] = '\0';
-    CHECK_EQUAL(fm_stream_add_file(stream, path), -1);
+    CHECK_EQUAL(fm_stream_add_file(stream, path, 0), -1);
     CHECK(strlen(fm_last_message()) < 600);
     CHECK_TEXT(fm_last_message(), "cannot open ppp");
     fm_stream_free(stream);
