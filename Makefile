@@ -21,7 +21,7 @@ INPUTS := $(SOURCES) CMAKE_ARGS=$(CMAKE_ARGS) CC=$(CC) CXX=$(CXX) \
 	CFLAGS=$(CFLAGS) CXXFLAGS=$(CXXFLAGS) LDFLAGS=$(LDFLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint install clean FORCE
+.PHONY: help demo test fuzz lint install clean FORCE
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ demo: install ## build, make the embedded model, chat with it on half of its exp
 
 test: lint ## build, check and run all tests
 	$(BIN)/pytest
+
+fuzz: install ## 100,000 damaged model files through all that reads them
+	cd tests && ../$(BIN)/python -m fuzz.run
 
 lint: install ## format, lint and type checks
 	$(BIN)/ruff format --check .

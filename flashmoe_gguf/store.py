@@ -25,6 +25,9 @@ FAMILIES = ("exps", "chexps")
 # llama.cpp's own limits, src/llama-hparams.h; beyond them it aborts the process.
 _MAX_LAYERS = 512
 _MAX_EXPERTS = 1024
+# llama-model.cpp, LLAMA_ROPE_SCALING_TYPES; llama-hparams.h, llama_expert_gating_func_type.
+_ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
+_N_GATING_FUNCS = 5
 
 # llama.cpp's names, src/llama-arch.cpp: LLM_TENSOR_FFN_{UP,GATE,DOWN,GATE_UP}_{EXPS,CHEXPS}.
 # Biases and scales of the same experts end in .bias and .scale, and stay resident.
@@ -137,6 +140,7 @@ def read_geometry(path: str | os.PathLike[str]) -> Geometry:
     architecture = header.architecture
     n_layer = _count(header, "block_count", range(1, _MAX_LAYERS + 1))
     n_nextn = _count(header, "nextn_predict_layers", range(n_layer + 1), default=0)
+    _check_choices(header)
     packed = read_packed(header)
     plain = [t for t in header.tensors if packed is None or not t.name.startswith(PREFIX)]
     located = packed.parts if packed else tuple(_in_place(t) for t in plain if _match(t))
@@ -148,6 +152,8 @@ def read_geometry(path: str | os.PathLike[str]) -> Geometry:
         n_expert = _count(header, "expert_count", range(1, _MAX_EXPERTS + 1))
         layer_top_k = _layer_top_k(header, n_layer, n_expert)
         _check_expert_groups(header, n_expert)
+    else:
+        _check_no_experts(header, n_layer)
     groups = _groups(header, experts, n_layer)
     expert_bytes = sum(t.tensor.nbytes for _, t in experts)
     dense_bytes = sum(t.nbytes for t in plain) - (0 if packed else expert_bytes)
@@ -214,6 +220,28 @@ def _layer_top_k(header: Header, n_layer: int, n_expert: int) -> tuple[int, ...]
             f"for each of {n_layer} layers",
         )
     return counts
+
+
+def _check_choices(header: Header) -> None:
+    """Values of every architecture that make llama.cpp abort instead of refusing the file."""
+    scaling = header.get("rope.scaling.type")
+    if scaling is not None and scaling not in _ROPE_SCALINGS:
+        name = f"{header.architecture}.rope.scaling.type"
+        raise _error(header, f"{name} is none of {', '.join(_ROPE_SCALINGS)}")
+    _count(header, "expert_gating_func", range(_N_GATING_FUNCS), default=0)
+
+
+def _check_no_experts(header: Header, n_layer: int) -> None:
+    """What llama.cpp asserts of models without expert tensors too (the same place)."""
+    n_expert = _count(header, "expert_count", range(_MAX_EXPERTS + 1), default=0)
+    if n_expert:
+        _layer_top_k(header, n_layer, n_expert)
+        _check_expert_groups(header, n_expert)
+        return
+    used = header.get("expert_used_count")
+    if any(used) if isinstance(used, tuple) else used:
+        raise _error(header, "the model uses experts and has none")
+    _count(header, "expert_group_count", range(1), default=0)
 
 
 def _check_expert_groups(header: Header, n_expert: int) -> None:

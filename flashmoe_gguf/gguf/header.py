@@ -11,7 +11,7 @@ from typing import TypeAlias
 from gguf.constants import GGML_QUANT_SIZES
 
 from flashmoe_gguf.errors import ModelFileError
-from flashmoe_gguf.gguf.cursor import shown
+from flashmoe_gguf.gguf.cursor import DAMAGED, shown
 
 # ggml type -> name, elements per block, bytes per block. The pinned llama.cpp has types that
 # some releases of gguf-py lack; theirs are from ggml-common.h.
@@ -23,6 +23,8 @@ GGML_TYPES: Mapping[int, tuple[str, int, int]] = MappingProxyType(
         **{int(t): (t.name, elements, size) for t, (elements, size) in GGML_QUANT_SIZES.items()},
     }
 )
+
+_MAX_NAME = 64  # of an architecture; llama.cpp's longest has 16 characters
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,17 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """`general.architecture`; raises ModelFileError where the file has none."""
+        """`general.architecture`; raises ModelFileError where that is missing or no name."""
         value = self.metadata.get("general.architecture")
         if not isinstance(value, str) or not value:
             raise ModelFileError(
                 f"{shown(self.path)}: the file names no architecture (general.architecture)",
                 "this GGUF holds no model: it may be an importance matrix, adapter or vocabulary",
+            )
+        # It becomes part of messages and of the names of keys.
+        if len(value) > _MAX_NAME or not value.isprintable():
+            raise ModelFileError(
+                f"{shown(self.path)}: the architecture is no name: {shown(value)}", DAMAGED
             )
         return value
 

@@ -24,7 +24,7 @@ _MAX_NAME_BYTES = 63  # GGML_MAX_NAME less the terminator
 _MAX_DIMS = 4
 _MAX_TENSOR_BYTES = (1 << 63) - 1
 
-_U32, _STRING, _ARRAY = 4, 8, 9
+_U16, _U32, _STRING, _ARRAY = 2, 4, 8, 9
 # GGUF value type -> name, struct code
 _SCALARS = {
     0: ("u8", "B"),
@@ -147,6 +147,8 @@ def _read_value(cursor: Cursor, key: str) -> Value:
     kind = cursor.u32(what)
     if key == "general.alignment" and kind != _U32:
         raise cursor.error("general.alignment is not a u32")
+    if key in ("split.no", "split.count") and kind != _U16:  # llama.cpp aborts on another type
+        raise cursor.error(f"{key} is missing or not a count (u16)")
     if kind == _STRING:
         return _read_strings(cursor, 1, what)[0]
     if kind in _SCALARS:

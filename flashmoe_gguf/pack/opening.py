@@ -69,7 +69,7 @@ def open_packed(path: str | os.PathLike[str]) -> PackedFile:
     if not names or len(names) != len(sizes) or len(set(names)) != len(names):
         raise _damaged(where, "the list of source files is wrong")
     for name in names:
-        if not name or Path(name).name != name or "\\" in name or name == "..":
+        if not name or Path(name).name != name or name == ".." or {"\\", "\0"} & set(name):
             raise _damaged(where, f"{shown(name)} is not the name of a source file")
     tensors = {t.name: t for t in header.tensors}
     fd = open_source(where)
