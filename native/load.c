@@ -23,7 +23,8 @@ void fm_load_latch(struct fm_stream *stream, const struct load *load, enum fm_st
     latched->file = latched->layer = latched->expert = latched->part = -1;
     if (load != NULL) {
         const struct group *group = &stream->groups[load->group];
-        latched->file = fm_part_place(&group->parts[load->part], load->expert).file;
+        /* expert -1, all of the part: named by its first file */
+        latched->file = fm_part_place(&group->parts[load->part], load->expert < 0 ? 0 : load->expert).file;
         latched->layer = group->layer;
         latched->expert = load->expert;
         latched->part = load->part;
