@@ -8,6 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe_gguf.errors import FlashMoEError, ModelFileError, OptionError, UnsupportedModelError
+from flashmoe_gguf.gguf.cursor import shown
+
+
+def check_path(model_path: str | os.PathLike[str]) -> None:
+    """Raises OptionError for a path that llama_cpp cannot hand on, which it does as UTF-8."""
+    path = os.fspath(model_path)
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError:
+        raise OptionError(
+            f"the model's path is not valid UTF-8: {shown(path)}", "rename the file"
+        ) from None
 
 
 def check_arguments(
@@ -20,12 +32,7 @@ def check_arguments(
     """Raises OptionError for values that llama.cpp would answer with a crash or a riddle, and
     TypeError for arguments that `base`, whose constructor takes anything, does not have.
     """
-    try:
-        os.fspath(model_path).encode("utf-8")
-    except UnicodeEncodeError:
-        raise OptionError(
-            f"the model's path is not valid UTF-8: {os.fspath(model_path)!r}", "rename the file"
-        ) from None
+    check_path(model_path)
     known = inspect.signature(base).parameters
     unknown = sorted(set(kwargs) - set(known))
     if unknown:

@@ -208,7 +208,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         return running.n_tokens * min(done, 1.0), running.n_tokens
 
     def _operations(self) -> int:
-        return self._experts.stats().operations if self._experts is not None else 0
+        return self._experts.native.operations() if self._experts is not None else 0
 
     def _count_operations(self, n_tokens: int) -> int:
         """Expert matmuls that evaluating so many tokens takes: one per part, layer and ubatch."""

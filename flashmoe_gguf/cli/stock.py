@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flashmoe_gguf.errors import ModelFileError, OptionError
-from flashmoe_gguf.gguf.cursor import shown
+from flashmoe_gguf.arguments import check_path
+from flashmoe_gguf.errors import ModelFileError
 from flashmoe_gguf.libs import load_llama_cpp
 from flashmoe_gguf.stock import plain_llama
 
@@ -20,7 +20,7 @@ def load_stock(model: str, progress: Callable[[float], None], arguments: dict[st
     Raises ModelFileError, OptionError for a path that is not UTF-8, and LibraryError when the
     process has the patched set.
     """
-    _check_path(model)
+    check_path(model)
     llama_cpp: Any = load_llama_cpp("stock")
 
     def on_progress(fraction: float, _data: Any) -> bool:
@@ -47,15 +47,6 @@ def load_stock(model: str, progress: Callable[[float], None], arguments: dict[st
         raise ModelFileError(
             f"{Path(model).name}: {' '.join(cause.split())}", "--verbose shows llama.cpp's log"
         ) from error
-
-
-def _check_path(model: str) -> None:
-    try:
-        model.encode()
-    except UnicodeEncodeError:
-        raise OptionError(
-            f"the model's path is not valid UTF-8: {shown(model)}", "rename the file"
-        ) from None
 
 
 def _collect_log(llama_cpp: Any, lines: list[str]) -> Any:
