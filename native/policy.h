@@ -9,10 +9,19 @@
 
 struct fm_policy;
 
+/* The cache that a policy is for. Groups are in the order in which a token passes them. */
+struct fm_policy_setup {
+    int32_t n_groups;
+    const int32_t *n_expert; /* [n_groups] */
+    const int32_t *n_slots;  /* [n_groups] */
+};
+
+/* For each pass through a group the cache first tells what every token uses (on_hit, on_miss, then
+ * end_token, token after token), then asks for a victim before each insertion that needs one. */
 struct fm_policy_type {
     const char *name;
-    /* n_expert [n_groups]. NULL: no memory. */
-    struct fm_policy *(*create)(int32_t n_groups, const int32_t *n_expert);
+    /* NULL: no memory. */
+    struct fm_policy *(*create)(const struct fm_policy_setup *setup);
     void (*destroy)(struct fm_policy *policy);
     /* The current token uses an expert that is resident, or one that is not. */
     void (*on_hit)(struct fm_policy *policy, int32_t group, int32_t expert);
@@ -24,6 +33,10 @@ struct fm_policy_type {
     int32_t (*victim)(struct fm_policy *policy, int32_t group, const uint8_t *may_leave);
     /* The group has seen all experts of one token. */
     void (*end_token)(struct fm_policy *policy, int32_t group);
+    /* Tokens of another request follow; NULL: all requests are one to this policy. */
+    void (*begin_sequence)(struct fm_policy *policy);
+    /* The group has so many slots from now on; NULL: this policy does not care. */
+    void (*resize)(struct fm_policy *policy, int32_t group, int32_t n_slots);
     /* Its own invariants against the resident set. */
     bool (*verify)(const struct fm_policy *policy, int32_t group, const uint8_t *resident);
 };

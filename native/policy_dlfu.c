@@ -28,15 +28,16 @@ static void destroy(struct fm_policy *policy) {
     free(policy);
 }
 
-static struct fm_policy *create(int32_t n_groups, const int32_t *n_expert) {
+static struct fm_policy *create(const struct fm_policy_setup *setup) {
+    const int32_t n_groups = setup->n_groups;
     struct fm_policy *policy = calloc(1, sizeof *policy + (size_t)n_groups * sizeof policy->groups[0]);
     if (policy == NULL) {
         return NULL;
     }
     policy->n_groups = n_groups;
     for (int32_t g = 0; g < n_groups; g++) {
-        policy->groups[g].n_expert = n_expert[g];
-        policy->groups[g].use = calloc((size_t)n_expert[g], sizeof(float));
+        policy->groups[g].n_expert = setup->n_expert[g];
+        policy->groups[g].use = calloc((size_t)setup->n_expert[g], sizeof(float));
         if (policy->groups[g].use == NULL) {
             destroy(policy);
             return NULL;

@@ -212,7 +212,7 @@ static int32_t new_slots(struct fm_stream *stream, struct group *group, int32_t 
     return FM_OK;
 }
 
-static struct fm_policy *new_policy(struct fm_stream *stream) {
+static struct fm_policy *new_policy(struct fm_stream *stream, const int32_t *n_slots) {
     int32_t *n_expert = malloc((size_t)stream->n_groups * sizeof *n_expert);
     if (n_expert == NULL) {
         return NULL;
@@ -220,7 +220,8 @@ static struct fm_policy *new_policy(struct fm_stream *stream) {
     for (int32_t g = 0; g < stream->n_groups; g++) {
         n_expert[g] = stream->groups[g].n_expert;
     }
-    struct fm_policy *policy = stream->policy_type->create(stream->n_groups, n_expert);
+    const struct fm_policy_setup setup = {.n_groups = stream->n_groups, .n_expert = n_expert, .n_slots = n_slots};
+    struct fm_policy *policy = stream->policy_type->create(&setup);
     free(n_expert);
     return policy;
 }
@@ -240,7 +241,7 @@ int32_t fm_stream_start(fm_stream *stream, const int32_t *n_slots, const char *p
         }
         bytes += (size_t)n_slots[g] * stream->groups[g].slot_bytes;
     }
-    stream->policy = new_policy(stream);
+    stream->policy = new_policy(stream, n_slots);
     if (stream->policy == NULL) {
         return fm_fail(FM_NO_MEMORY, "out of memory for policy %s", policy);
     }

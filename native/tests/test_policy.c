@@ -75,10 +75,15 @@ static int choose(unsigned long long *state, int *experts) {
     return n;
 }
 
+static struct fm_policy *create(const struct fm_policy_type *type, int32_t n_groups, const int32_t *n_expert) {
+    const struct fm_policy_setup setup = {.n_groups = n_groups, .n_expert = n_expert, .n_slots = n_expert};
+    return type->create(&setup);
+}
+
 /* A cache of n_slots over a pseudo-random trace. Some residents may not leave: they are in use. */
 static void follow(const struct fm_policy_type *type, int (*reference)(int, const uint8_t *), int n_slots) {
     const int32_t n_expert[N_GROUPS] = {3, N_EXPERT};
-    struct fm_policy *policy = type->create(N_GROUPS, n_expert);
+    struct fm_policy *policy = create(type, N_GROUPS, n_expert);
     CHECK(policy != NULL);
     unsigned long long state = 88172645463325252u + (unsigned)n_slots;
     uint8_t resident[N_EXPERT] = {0};
@@ -156,7 +161,7 @@ TEST(nobody_leaves_who_may_not) {
     const struct fm_policy_type *types[] = {&fm_policy_lru, &fm_policy_dlfu};
     for (int i = 0; i < 2; i++) {
         const int32_t n_expert = 4;
-        struct fm_policy *policy = types[i]->create(1, &n_expert);
+        struct fm_policy *policy = create(types[i], 1, &n_expert);
         for (int e = 0; e < 4; e++) {
             insert(types[i], policy, e);
         }
@@ -170,8 +175,8 @@ TEST(nobody_leaves_who_may_not) {
 TEST(lru_forgets_and_dlfu_remembers_what_left) {
     const int32_t n_expert = 3;
     const uint8_t all[] = {1, 1, 1};
-    struct fm_policy *lru = fm_policy_lru.create(1, &n_expert);
-    struct fm_policy *dlfu = fm_policy_dlfu.create(1, &n_expert);
+    struct fm_policy *lru = create(&fm_policy_lru, 1, &n_expert);
+    struct fm_policy *dlfu = create(&fm_policy_dlfu, 1, &n_expert);
     for (int i = 0; i < 3; i++) {
         insert(&fm_policy_lru, lru, 0);
         insert(&fm_policy_dlfu, dlfu, 0);
@@ -191,7 +196,7 @@ TEST(lru_forgets_and_dlfu_remembers_what_left) {
 
 TEST(dlfu_ties_go_to_the_lower_number) {
     const int32_t n_expert = 3;
-    struct fm_policy *policy = fm_policy_dlfu.create(1, &n_expert);
+    struct fm_policy *policy = create(&fm_policy_dlfu, 1, &n_expert);
     fm_policy_dlfu.on_miss(policy, 0, 1);
     fm_policy_dlfu.on_miss(policy, 0, 2);
     fm_policy_dlfu.end_token(policy, 0);
@@ -201,7 +206,7 @@ TEST(dlfu_ties_go_to_the_lower_number) {
 
 TEST(verify_sees_what_does_not_fit) {
     const int32_t n_expert = 3;
-    struct fm_policy *lru = fm_policy_lru.create(1, &n_expert);
+    struct fm_policy *lru = create(&fm_policy_lru, 1, &n_expert);
     fm_policy_lru.on_insert(lru, 0, 1);
     CHECK(fm_policy_lru.verify(lru, 0, (uint8_t[]){0, 1, 0}));
     CHECK(!fm_policy_lru.verify(lru, 0, (uint8_t[]){0, 0, 0}));
@@ -211,7 +216,7 @@ TEST(verify_sees_what_does_not_fit) {
     fm_policy_lru.destroy(lru);
 
     /* more uses than there were tokens */
-    struct fm_policy *dlfu = fm_policy_dlfu.create(1, &n_expert);
+    struct fm_policy *dlfu = create(&fm_policy_dlfu, 1, &n_expert);
     CHECK(fm_policy_dlfu.verify(dlfu, 0, (uint8_t[]){0, 0, 0}));
     for (int i = 0; i < 22; i++) {
         fm_policy_dlfu.on_hit(dlfu, 0, 2);
@@ -222,7 +227,7 @@ TEST(verify_sees_what_does_not_fit) {
 
 TEST(a_use_in_every_token_for_ever_stays_within_bounds) {
     const int32_t n_expert = 2;
-    struct fm_policy *policy = fm_policy_dlfu.create(1, &n_expert);
+    struct fm_policy *policy = create(&fm_policy_dlfu, 1, &n_expert);
     for (int t = 0; t < 5000; t++) {
         fm_policy_dlfu.on_hit(policy, 0, 0);
         CHECK(fm_policy_dlfu.verify(policy, 0, (uint8_t[]){1, 0}));
