@@ -34,6 +34,10 @@ class PackError(FlashMoEError):
     """A packed file cannot be made or unpacked here: disk full, read-only, in the way, too new."""
 
 
+class TraceError(FlashMoEError):
+    """A routing trace or a policy file cannot be read, written or used with this model."""
+
+
 class BudgetError(FlashMoEError):
     """The memory budget is below what the model needs at the least."""
 
