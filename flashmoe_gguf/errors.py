@@ -42,6 +42,10 @@ class BudgetError(FlashMoEError):
     """The memory budget is below what the model needs at the least."""
 
 
+class DiskError(FlashMoEError):
+    """A drive cannot be measured: no such file, no direct I/O there, or reading fails."""
+
+
 class OptionError(FlashMoEError):
     """Options that contradict each other or that a streamed model cannot honour."""
 

@@ -19,7 +19,7 @@ SOURCES = Path(__file__).resolve().parent.parent / PACKAGE
 # Lowest first. "" is the package's own __init__, which offers Llama to users.
 RANKS = (
     ("errors",),
-    ("libs", "gguf", "trace", "host"),
+    ("libs", "gguf", "trace", "host", "disk"),
     ("stripes",),
     ("_native", "packed"),
     ("store", "models"),
