@@ -158,6 +158,8 @@ def _measure(
     try:
         for buffer in buffers:
             buffer[::ALIGNMENT] = bytes(len(range(0, request_bytes, ALIGNMENT)))  # faults, early
+        if not direct:
+            os.fsync(file)  # pages that wait to be written cannot be dropped
         with ThreadPoolExecutor(depth) as pool:
             while elapsed < seconds:
                 if not direct:
@@ -207,8 +209,7 @@ def _read_blocks(file: int, buffer: mmap.mmap, blocks: _Shared, deadline: float)
 
 
 def _drop_pages(file: int) -> None:
-    """Pages that wait to be written cannot be dropped, so they are written first."""
-    os.fsync(file)
+    """And no reading ahead into the next round's blocks."""
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
 

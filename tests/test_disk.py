@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +41,13 @@ class Reads:
         return len(buffers[0]) if self._answer is None else self._answer
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock takes a millisecond, whatever the machine is busy with."""
+    ticks = itertools.count()
+    monkeypatch.setattr(disk, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 1000))
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_buffered_reads_give_a_figure(file: Path, depth: int) -> None:
     assert (
@@ -56,19 +65,20 @@ def test_direct_reads_work_or_are_refused_by_name(file: Path) -> None:
 
 
 def test_every_block_is_read_once_before_any_is_read_again(
-    file: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, monkeypatch: pytest.MonkeyPatch, clock: None
 ) -> None:
     reads = Reads(monkeypatch)
-    read_bandwidth(file, request_bytes=2 * ALIGNMENT, depth=1, seconds=0.05, direct=False)
+    speed = read_bandwidth(file, request_bytes=2 * ALIGNMENT, depth=1, seconds=0.2, direct=False)
     rounds = [reads.offsets[i : i + 32] for i in range(0, len(reads.offsets), 32)]
     assert len(rounds) > 2
+    assert speed == pytest.approx(2 * ALIGNMENT * 1000, rel=0.1)  # a read a millisecond
     for blocks in rounds[:-1]:
         assert sorted(blocks) == [2 * ALIGNMENT * i for i in range(32)]
     assert rounds[0] != rounds[1]
 
 
 def test_the_cache_is_emptied_before_every_buffered_round(
-    file: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, monkeypatch: pytest.MonkeyPatch, clock: None
 ) -> None:
     reads, advice = Reads(monkeypatch), []
     real = os.posix_fadvise
@@ -77,7 +87,7 @@ def test_the_cache_is_emptied_before_every_buffered_round(
         "posix_fadvise",
         lambda fd, *rest: advice.append((rest, len(reads.offsets))) or real(fd, *rest),
     )
-    read_bandwidth(file, request_bytes=ALIGNMENT, depth=1, seconds=0.02, direct=False)
+    read_bandwidth(file, request_bytes=ALIGNMENT, depth=1, seconds=0.2, direct=False)
     drops = [at for rest, at in advice if rest == (0, 0, os.POSIX_FADV_DONTNEED)]
     assert drops == list(range(0, len(reads.offsets), 64))
     assert any(rest[2] == os.POSIX_FADV_RANDOM for rest, _ in advice)
@@ -89,6 +99,7 @@ def test_buffered_pages_really_leave_the_cache(file: Path) -> None:
         pytest.skip("preadv2 is missing")
     fd = os.open(file, os.O_RDONLY)
     try:
+        os.fsync(fd)
         os.pread(fd, ALIGNMENT, 0)
         try:
             assert os.preadv(fd, [bytearray(ALIGNMENT)], 0, os.RWF_NOWAIT) == ALIGNMENT
