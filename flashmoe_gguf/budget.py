@@ -19,6 +19,16 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 RESERVE_BYTES = 48 << 20
 RESERVE_SHARE = 0.02
 
+RING_BYTES = 24 << 20
+ALIGNMENT = 4096  # of direct reads; native/io.h
+
+# For plans of models that are not loaded: Python with the libraries, and per compute thread its
+# stack and its share of the graph's work buffer. What a load measures takes their place.
+PROCESS_BYTES = 64 << 20
+THREAD_BYTES = 256 << 10
+
+AUTO = "auto"
+
 
 def parse_size(text: str | int) -> int:
     """Bytes of "8G", "1.5GiB", "900M" or a plain number; units are powers of 1024.
@@ -28,8 +38,15 @@ def parse_size(text: str | int) -> int:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size <= 0:
-        raise OptionError(f"'{text}' is not an amount of memory", "for example 8G or 900M")
+        raise OptionError(f"'{text}' is not an amount of memory", "for example 8G, 900M or auto")
     return size
+
+
+def parse_ram(ram: str | int | None) -> int | None:
+    """Bytes as `parse_size` reads them; None for None and "auto": what this machine allows."""
+    if ram is None or str(ram).strip().lower() == AUTO:
+        return None
+    return parse_size(ram)
 
 
 def format_size(size: float) -> str:
@@ -118,26 +135,20 @@ def check_floor(ram_bytes: int, fixed: Fixed, uncounted: int = 0) -> None:
 
 
 def make_plan(ram_bytes: int, fixed: Fixed, groups: Sequence[GroupCost]) -> Plan:
-    """Spends the budget: every group gets the same share of its experts, the rest one by one.
+    """Spends the budget: every group gets the same share of its experts, to within one slot.
 
-    Raises BudgetError below the floor. Above it there is always a plan, if with no slots.
+    Slots are taken in an order that does not depend on the budget, until one does not fit: more
+    memory never means fewer slots anywhere, and less than one slot's size stays unspent. Raises
+    BudgetError below the floor. Above it there is always a plan, if with no slots.
     """
     check_floor(ram_bytes, fixed)
     rest = ram_bytes - fixed.total
-    most = max((g.n_expert for g in groups), default=0)
-    for step in range(most, -1, -1):
-        slots = [g.n_expert * step // most for g in groups] if most else [0] * len(groups)
-        if _cost(groups, slots) <= rest:
+    slots = [0] * len(groups)
+    for i in _slot_order(groups):
+        rest -= groups[i].slot_bytes
+        if rest < 0:
             break
-    rest -= _cost(groups, slots)
-    added = True
-    while added:
-        added = False
-        for i, group in enumerate(groups):
-            if slots[i] < group.n_expert and group.slot_bytes <= rest:
-                slots[i] += 1
-                rest -= group.slot_bytes
-                added = True
+        slots[i] += 1
     return Plan(
         ram_bytes,
         fixed,
@@ -145,6 +156,16 @@ def make_plan(ram_bytes: int, fixed: Fixed, groups: Sequence[GroupCost]) -> Plan
         _cost(groups, slots),
         _cost(groups, [g.n_expert for g in groups]),
     )
+
+
+def _slot_order(groups: Sequence[GroupCost]) -> list[int]:
+    """The group of each slot that can be had, by the share of its experts it completes."""
+    slots = [
+        ((j + 1) / group.n_expert, i)
+        for i, group in enumerate(groups)
+        for j in range(group.n_expert)
+    ]
+    return [i for _, i in sorted(slots)]
 
 
 def fixed_slots_plan(fixed: Fixed, groups: Sequence[GroupCost], n_slots: int) -> Plan:
@@ -161,6 +182,71 @@ def fixed_slots_plan(fixed: Fixed, groups: Sequence[GroupCost], n_slots: int) ->
 
 def _cost(groups: Sequence[GroupCost], slots: Sequence[int]) -> int:
     return sum(g.slot_bytes * n for g, n in zip(groups, slots, strict=True))
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a plan needs to know of a model that is not loaded, from its header or models.toml.
+
+    `groups` are those that decoding uses. `kv_values` is how many values of K and V a token of
+    context takes over all layers, `n_head` and `n_vocab` size the compute buffers.
+    """
+
+    dense_bytes: int
+    groups: tuple[GroupCost, ...]
+    ring_bytes: int
+    kv_values: int
+    n_head: int
+    n_vocab: int
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """How a model is to be run, as far as it takes memory; tokens and threads."""
+
+    n_ctx: int
+    n_ubatch: int
+    n_threads: int
+    flash_attn: bool = False
+
+
+def ring_buffers(largest_part_bytes: int) -> int:
+    """How many buffers the read ring has: as many as fit RING_BYTES, 4 to 64."""
+    return max(4, min(64, RING_BYTES // max(largest_part_bytes, 1)))
+
+
+def region_bytes(part_bytes: int, aligned: bool = False) -> int:
+    """The memory of one part of an expert, as native/stream.c counts it: whole blocks, and one
+    more where the part may begin inside one.
+    """
+    slack = 0 if aligned else ALIGNMENT - 1
+    return (part_bytes + slack + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def estimate_fixed(sizes: ModelSizes, run: RunSizes) -> Fixed:
+    """The part of a budget that cannot shrink, before anything is loaded.
+
+    An estimate: the KV cache (f16) is that of a model whose layers all see the whole context,
+    which is what llama.cpp allocates for sliding windows too (swa_full), and more than recurrent
+    layers take. Compute buffers are their two largest pieces; a load measures the real ones.
+    """
+    return Fixed(
+        process=PROCESS_BYTES + run.n_threads * THREAD_BYTES,
+        dense=sizes.dense_bytes,
+        context=2 * sizes.kv_values * run.n_ctx + _compute_bytes(sizes, run),
+        ring=sizes.ring_bytes,
+    )
+
+
+def _compute_bytes(sizes: ModelSizes, run: RunSizes) -> int:
+    n_ubatch = min(run.n_ubatch, run.n_ctx)
+    scores = 0 if run.flash_attn else sizes.n_head * run.n_ctx
+    return n_ubatch * 4 * (sizes.n_vocab + scores)
+
+
+def plan_model(sizes: ModelSizes, run: RunSizes, ram_bytes: int) -> Plan:
+    """The plan for a model that is not loaded; raises BudgetError below its floor."""
+    return make_plan(ram_bytes, estimate_fixed(sizes, run), sizes.groups)
 
 
 def kv_bytes_at_least(header: Header, n_ctx: int, bytes_per_value: float = 2.0) -> int:

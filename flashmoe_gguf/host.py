@@ -42,7 +42,7 @@ def available_memory() -> MemoryLimit:
 
 
 def default_budget() -> MemoryLimit:
-    """What `ram=None` means: what is available, less a tenth (256 MiB at least) for others."""
+    """What `ram` None and "auto" mean: what is available, less a tenth (256 MiB at least)."""
     limit = available_memory()
     headroom = max(limit.limit_bytes // 10, 256 << 20)
     return MemoryLimit(max(limit.limit_bytes - headroom, 0), limit.source)
@@ -53,7 +53,9 @@ def _cgroups(
 ) -> list[tuple[int, int]]:
     """(limit, memory in use that cannot be reclaimed) of this process's cgroup and all above it.
 
-    Versions 1 and 2; groups without a limit are left out.
+    Versions 1 and 2; groups without a limit are left out. Version 2's memory.high counts as one:
+    beyond it the kernel slows a process down until it is useless. Swap is never counted: experts
+    that are swapped out are slower to get than experts that were never read.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -63,19 +65,21 @@ def _cgroups(
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, limit_name, usage_name, prefix = root, "memory.max", "memory.current", ""
+            base, prefix, usage_name = root, "", "memory.current"
+            limit_names: tuple[str, ...] = ("memory.max", "memory.high")
         elif "memory" in controllers.split(","):
-            base, prefix = root / "memory", "total_"
-            limit_name, usage_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            base, prefix, usage_name = root / "memory", "total_", "memory.usage_in_bytes"
+            limit_names = ("memory.limit_in_bytes",)
         else:
             continue
         parts = [p for p in path.split("/") if p]
         for depth in range(len(parts) + 1):
             group = base.joinpath(*parts[:depth])
-            limit = _read_number(group / limit_name)
-            if limit is not None:
+            limits = [_read_number(group / name) for name in limit_names]
+            given = [limit for limit in limits if limit is not None]
+            if given:
                 used = _read_number(group / usage_name) or 0
-                found.append((limit, max(used - _page_cache(group, prefix), 0)))
+                found.append((min(given), max(used - _page_cache(group, prefix), 0)))
     return found
 
 

@@ -24,7 +24,7 @@ from flashmoe_gguf.budget import (
     fixed_slots_plan,
     kv_bytes_at_least,
     make_plan,
-    parse_size,
+    parse_ram,
 )
 from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
 from flashmoe_gguf.host import default_budget, process_memory
@@ -83,7 +83,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
 
     Arguments beyond llama_cpp.Llama's:
 
-    - ram: budget of the whole process, such as "8G" or a number of bytes. None: what is available.
+    - ram: budget of the whole process, such as "8G" or a number of bytes. None or "auto": what
+      is available.
     - policy: who leaves the cache, "lru", "dlfu" or "auto".
     - io: "direct", "buffered" or "auto" (direct where the file system allows it).
     - n_slots: experts cached per layer, instead of a budget. 0: nothing is cached.
@@ -122,7 +123,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         self._parts_per_pass = 0
         self._plan: Plan | None = None
         self._options = _Options(ram, policy, io, n_slots, stream, verify)
-        check_arguments(model_path, ram, n_slots, kwargs, llama_cpp.Llama)
+        check_arguments(
+            model_path, None if parse_ram(ram) is None else ram, n_slots, kwargs, llama_cpp.Llama
+        )
         self.geometry: Geometry = read_geometry(model_path)
         try:
             if stream and self.geometry.is_moe and not kwargs.get("vocab_only"):
@@ -154,7 +157,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
 
     def _load_streamed(self, model_path: str, kwargs: dict[str, Any]) -> None:
         ram, policy, io, n_slots, _, verify = self._options
-        ram_bytes = parse_size(ram) if ram is not None else default_budget().limit_bytes
+        ram_bytes = parse_ram(ram) or default_budget().limit_bytes
         process_bytes = process_memory()[0] + untouched_slot_bytes()
         self._experts = ExpertStream(self.geometry, io=io, policy=policy, verify=verify)
         header, n_ctx = self.geometry.header, kwargs.get("n_ctx", 512)

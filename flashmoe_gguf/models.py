@@ -28,10 +28,35 @@ _HINT = "see the comments in models.toml for its form"
 _T = TypeVar("_T")
 
 
+def _q4_k_m(layer: int, n_layers: int) -> tuple[str, str]:
+    """Types of (up and gate, down)."""
+    eighth = n_layers // 8
+    better = layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
+    return "Q4_K", "Q6_K" if better else "Q4_K"
+
+
+def _mxfp4(layer: int, n_layers: int) -> tuple[str, str]:
+    return "MXFP4", "MXFP4"
+
+
+QUANTS = {"Q4_K_M": _q4_k_m, "MXFP4": _mxfp4}
+
+# Bytes per 256 values, ggml/src/ggml-common.h; and what takes the place of a type whose blocks do
+# not divide a row.
+_BYTES_256 = {"Q4_K": 144, "Q6_K": 210, "Q5_0": 176, "Q8_0": 272, "MXFP4": 136}
+_FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+
+
+def _bytes_256(kind: str, row: int) -> int:
+    """Bytes per 256 values of `kind` in rows of this length."""
+    return _BYTES_256[_FALLBACK.get(kind, kind) if row % 256 else kind]
+
+
 @dataclass(frozen=True)
 class Hub:
     """Where the file is: `pattern` is a glob over the paths in `repository`, and matches all
-    shards. `size_bytes` counts them together; None where no source gives it to the byte.
+    shards. `size_bytes` counts them together; None where no source gives it to the byte, and
+    then `about_bytes` may be what its page says.
     """
 
     repository: str
@@ -40,19 +65,36 @@ class Hub:
     source: str
     revision: str | None = None
     size_bytes: int | None = None
+    about_bytes: int | None = None
+
+    @property
+    def likely_bytes(self) -> int | None:
+        """The best there is."""
+        return self.size_bytes or self.about_bytes
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`architecture` is llama.cpp's name. `layers` are those that decoding runs, dense ones
-    included, token-prediction (MTP) blocks not; `top_k` of `experts` routed experts are used.
+    """`architecture` is llama.cpp's name. `layers` are those that decoding runs, the first
+    `dense_layers` without experts included, the last `prediction_layers` (MTP) blocks of the file
+    not; `top_k` of `experts` routed experts are used. `width` is the model's, `expert_width` an
+    expert's inner one. `kv_width` counts the values of K and V per layer and token that llama.cpp
+    keeps, `context` the tokens that the model was made for.
     """
 
     architecture: str
     layers: int
     experts: int
     top_k: int
+    width: int
+    expert_width: int
+    heads: int
+    kv_width: int
+    vocabulary: int
+    context: int
     source: str
+    dense_layers: int | None = None
+    prediction_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +129,32 @@ def find_model(name: str) -> KnownModel:
     return models[name]
 
 
+def part_bytes(model: KnownModel) -> list[tuple[int, int, int]]:
+    """Bytes of one expert's up, gate and down for each layer with experts, MTP blocks last.
+
+    From the shape and llama.cpp's rule for the quantization (src/llama-quant.cpp): Q4_K_M gives
+    the down matrices of the first and last eighth of the layers, and of every third between, two
+    bits more. A row that is no multiple of 256 falls back to a type with blocks of 32.
+    """
+    shape = model.shape
+    first, n_layers = shape.dense_layers or 0, shape.layers + (shape.prediction_layers or 0)
+    elements = shape.width * shape.expert_width
+    rows = []
+    for layer in range(first, n_layers):
+        up, down = QUANTS[model.hub.quant](layer, n_layers)
+        in_bytes = elements * _bytes_256(up, shape.width) // 256
+        out_bytes = elements * _bytes_256(down, shape.expert_width) // 256
+        rows.append((in_bytes, in_bytes, out_bytes))
+    return rows
+
+
+def dense_bytes(model: KnownModel) -> int:
+    """What the file holds beside experts: always in memory. As exact as the size is known."""
+    size = model.hub.likely_bytes
+    assert size is not None  # the reader saw to it
+    return max(size - model.shape.experts * sum(map(sum, part_bytes(model))), 0)
+
+
 def _read(path: Path | None) -> tuple[str, str]:
     """The text of models.toml, and what to call it in messages."""
     if path is None:
@@ -115,6 +183,13 @@ def _model(where: str, name: str, table: Any) -> KnownModel:
         raise FlashMoEError(f"{where}.hub: pattern does not end in .gguf", _HINT)
     if shape.top_k > shape.experts:
         raise FlashMoEError(f"{where}.shape: top_k is above experts", _HINT)
+    if (shape.dense_layers or 0) >= shape.layers:
+        raise FlashMoEError(f"{where}.shape: no layer has experts", _HINT)
+    if hub.quant not in QUANTS:
+        known = ", ".join(QUANTS)
+        raise FlashMoEError(f"{where}.hub: quant is none of {known}", "add its mix to models.py")
+    if hub.likely_bytes is None:
+        raise FlashMoEError(f"{where}.hub: neither size_bytes nor about_bytes is given", _HINT)
     return KnownModel(name, table["title"], hub, shape)
 
 

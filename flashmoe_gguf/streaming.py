@@ -11,14 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from flashmoe_gguf._native import GroupCounts, NativeStream, policy_names
-from flashmoe_gguf.budget import GroupCost
+from flashmoe_gguf.budget import GroupCost, ring_buffers
 from flashmoe_gguf.errors import ExpertReadError, FlashMoEError, OptionError
 from flashmoe_gguf.store import FAMILIES, Geometry
 
 # Four readers with requests of 1 MiB keep an NVMe drive busy and two cores free (DESIGN 2).
 N_WORKERS = 4
 REQUEST_BYTES = 1 << 20
-RING_BYTES = 24 << 20
 
 # The better of the two on the replayed traces, see docs/BENCHMARKS.md.
 AUTO_POLICY = "dlfu"
@@ -136,7 +135,7 @@ class ExpertStream:
         self._process = os.getpid()
         self._budget_bytes = 0
         self._slots: tuple[int, ...] = ()
-        n_ring = max(4, min(64, RING_BYTES // max(geometry.max_part_bytes, 1)))
+        n_ring = ring_buffers(geometry.max_part_bytes)
         self.native = NativeStream(
             io=io,
             n_workers=N_WORKERS,

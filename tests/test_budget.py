@@ -20,6 +20,7 @@ from flashmoe_gguf.budget import (
     format_size,
     kv_bytes_at_least,
     make_plan,
+    parse_ram,
     parse_size,
 )
 from flashmoe_gguf.host import _cgroups, available_memory, default_budget
@@ -45,6 +46,13 @@ FIXED = Fixed(process=60 * MIB, dense=500 * MIB, context=100 * MIB, ring=24 * MI
 )
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("ram", "size"), [(None, None), ("auto", None), (" AUTO ", None), ("1M", 1 << 20), (7, 7)]
+)
+def test_auto_is_what_the_machine_allows(ram: object, size: int | None) -> None:
+    assert parse_ram(ram) == size  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "8X", "-1G", "0", "G", "1e9", "8 G B", "nan", "1.2.3G"])
@@ -75,17 +83,22 @@ def test_a_plan_spends_what_is_left_and_no_more(groups: list[GroupCost], rest: i
     assert plan.total_bytes <= FIXED.total + rest
     assert all(0 <= n <= g.n_expert for n, g in zip(plan.slots, groups, strict=True))
     assert plan.slot_bytes == sum(n * g.slot_bytes for n, g in zip(plan.slots, groups, strict=True))
-    # nothing that still fits is left out
+    # less than one slot is left, unless all are had
     left = FIXED.total + rest - plan.total_bytes
-    for n, group in zip(plan.slots, groups, strict=True):
-        assert n == group.n_expert or group.slot_bytes > left
+    if any(n < g.n_expert for n, g in zip(plan.slots, groups, strict=True)):
+        assert left < max(g.slot_bytes for g in groups if g.n_expert)
+    # and every group has the same share of its experts, to within a slot
+    shares = [(n, g.n_expert) for n, g in zip(plan.slots, groups, strict=True) if g.n_expert]
+    for n, n_expert in shares:
+        for other, others in shares:
+            assert n / n_expert <= (other + 1) / others + 1e-12
 
 
 @given(groups=groups, rest=st.integers(0, 1 << 34), more=st.integers(0, 1 << 34))
 def test_more_memory_never_caches_less(groups: list[GroupCost], rest: int, more: int) -> None:
     small = make_plan(FIXED.total + rest, FIXED, groups)
     large = make_plan(FIXED.total + rest + more, FIXED, groups)
-    assert large.slot_bytes >= small.slot_bytes - max(g.slot_bytes for g in groups)
+    assert all(a >= b for a, b in zip(large.slots, small.slots, strict=True))
     assert large.cached_share <= 1.0
 
 
@@ -151,12 +164,19 @@ def test_cgroups_of_both_versions(tmp_path: Path) -> None:
         "c/memory.current": "1000",
         "c/memory.stat": v2,
         "c/d/memory.max": "max",
+        "c/d/memory.high": "4000",
+        "c/d/memory.current": "600",
     }.items():
         file = tmp_path / "fs" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
     # limit, and what is used beyond page cache
-    assert sorted(_cgroups(tmp_path / "fs", membership)) == [(5000, 990), (7000, 0), (9000, 3500)]
+    assert sorted(_cgroups(tmp_path / "fs", membership)) == [
+        (4000, 600),
+        (5000, 990),
+        (7000, 0),
+        (9000, 3500),
+    ]
     assert _cgroups(tmp_path / "fs", tmp_path / "none") == []
 
 

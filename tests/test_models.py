@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from flashmoe_gguf.errors import FlashMoEError, OptionError
-from flashmoe_gguf.models import Hub, KnownModel, Shape, find_model, known_models
+from flashmoe_gguf.models import (
+    Hub,
+    KnownModel,
+    Shape,
+    dense_bytes,
+    find_model,
+    known_models,
+    part_bytes,
+)
 
 SOURCE_TREE = Path(__file__).resolve().parent.parent / "models.toml"
 
@@ -17,13 +25,20 @@ title = "Tiny"
 [tiny-moe.hub]
 repository = "someone/tiny-GGUF"
 pattern = "tiny-*.gguf"
-quant = "Q8_0"
+quant = "Q4_K_M"
+size_bytes = 10_000_000
 source = "https://example.org/hub"
 [tiny-moe.shape]
 architecture = "olmoe"
 layers = 2
 experts = 4
 top_k = 2
+width = 512
+expert_width = 256
+heads = 8
+kv_width = 128
+vocabulary = 1000
+context = 4096
 source = "https://example.org/config.json"
 """
 
@@ -35,10 +50,28 @@ def load(tmp_path: Path, text: str) -> dict[str, KnownModel]:
 
 
 def test_reads_a_model(tmp_path: Path) -> None:
-    hub = Hub("someone/tiny-GGUF", "tiny-*.gguf", "Q8_0", "https://example.org/hub")
-    shape = Shape("olmoe", 2, 4, 2, "https://example.org/config.json")
+    hub = Hub(
+        "someone/tiny-GGUF",
+        "tiny-*.gguf",
+        "Q4_K_M",
+        "https://example.org/hub",
+        size_bytes=10_000_000,
+    )
+    shape = Shape(
+        architecture="olmoe",
+        layers=2,
+        experts=4,
+        top_k=2,
+        width=512,
+        expert_width=256,
+        heads=8,
+        kv_width=128,
+        vocabulary=1000,
+        context=4096,
+        source="https://example.org/config.json",
+    )
     assert load(tmp_path, GOOD) == {"tiny-moe": KnownModel("tiny-moe", "Tiny", hub, shape)}
-    assert hub.revision is None and hub.size_bytes is None
+    assert hub.revision is None and hub.about_bytes is None and hub.likely_bytes == 10_000_000
 
 
 @pytest.mark.parametrize(
@@ -58,9 +91,13 @@ def test_reads_a_model(tmp_path: Path) -> None:
         ("layers = 2", "layers = true", "layers is not a positive integer"),
         ("layers = 2", "layers = 2.0", "layers is not a positive integer"),
         ("top_k = 2", "top_k = 5", "top_k is above experts"),
-        ('quant = "Q8_0"', "quant = 8", "quant is not a string"),
-        ('quant = "Q8_0"', 'quant = " "', "quant is not a string with text"),
-        ('quant = "Q8_0"', 'quant = "Q8_0"\nsize_bytes = -1', "size_bytes is not a positive"),
+        ('quant = "Q4_K_M"', "quant = 8", "quant is not a string"),
+        ('quant = "Q4_K_M"', 'quant = " "', "quant is not a string with text"),
+        ("size_bytes = 10_000_000", "size_bytes = -1", "size_bytes is not a positive"),
+        ("size_bytes = 10_000_000", "", "neither size_bytes nor about_bytes"),
+        ('quant = "Q4_K_M"', 'quant = "Q4_K_S"', "quant is none of Q4_K_M, MXFP4"),
+        ("context = 4096", "", "context is missing"),
+        ("context = 4096", "context = 4096\ndense_layers = 2", "no layer has experts"),
         ('source = "https://example.org/hub"', "", "hub: source is missing"),
         ("tiny-*.gguf", "tiny-*", "pattern does not end in .gguf"),
         (GOOD, "x = 1", "x: not a table"),
@@ -115,3 +152,33 @@ def test_find_model() -> None:
     with pytest.raises(OptionError, match="no known model is called 'gpt-5'") as caught:
         find_model("gpt-5")
     assert "gpt-oss-20b" in caught.value.hint
+
+
+def test_expert_sizes_follow_the_shape_and_the_quantization(tmp_path: Path) -> None:
+    model = load(tmp_path, GOOD)["tiny-moe"]
+    # 512 x 256 values, Q4_K in both layers but for the last's down, which is Q6_K
+    q4, q6 = 512 * 256 // 256 * 144, 512 * 256 // 256 * 210
+    assert part_bytes(model) == [(q4, q4, q4), (q4, q4, q6)]
+    assert dense_bytes(model) == 10_000_000 - 4 * (5 * q4 + q6)
+
+
+def test_rows_that_blocks_do_not_divide_fall_back(tmp_path: Path) -> None:
+    text = GOOD.replace("expert_width = 256", "expert_width = 352")
+    model = load(tmp_path, text)["tiny-moe"]
+    q4 = 512 * 352 // 256 * 144
+    assert part_bytes(model) == [(q4, q4, 704 * 176), (q4, q4, 704 * 272)]
+
+
+def test_dense_and_prediction_layers(tmp_path: Path) -> None:
+    text = GOOD.replace("layers = 2", "layers = 2\ndense_layers = 1\nprediction_layers = 1")
+    assert len(part_bytes(load(tmp_path, text)["tiny-moe"])) == 2
+
+
+@pytest.mark.parametrize("name", known_models(SOURCE_TREE))
+def test_the_known_shapes_fit_the_known_sizes(name: str) -> None:
+    """Widths that were wrong would leave next to nothing, or far too much, for dense weights."""
+    model = known_models(SOURCE_TREE)[name]
+    assert model.hub.likely_bytes is not None
+    assert 0.03 < dense_bytes(model) / model.hub.likely_bytes < 0.17
+    # and both embeddings are part of it, at four bits or more
+    assert dense_bytes(model) > 2 * model.shape.vocabulary * model.shape.width * 0.5

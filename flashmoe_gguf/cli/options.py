@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 import psutil
 
+from flashmoe_gguf.budget import parse_ram
 from flashmoe_gguf.chat import Sampling
 from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.cli.std_streams import need_stdin
@@ -83,8 +84,8 @@ def load_options(command: F) -> F:
                 "--ram",
                 metavar="SIZE",
                 help="Memory for the whole process, such as 8G or 900M: dense weights, context, "
-                "buffers and expert cache.",
-                show_default="what is available, less a tenth",
+                "buffers and expert cache. auto: what is available, less a tenth.",
+                show_default="auto",
             ),
             click.option(
                 "-c",
@@ -269,6 +270,8 @@ def _make_load_options(options: dict[str, Any]) -> LoadOptions:
     no_stream = options.pop("no_stream")
     names = ("model", "ram", "policy", "io", "verify", "n_slots", "ctx", "threads", "batch")
     values = {name: options.pop(name) for name in (*names, "ubatch", "flash_attn", "verbose")}
+    if parse_ram(values["ram"]) is None:
+        values["ram"] = None  # "auto"
     load = LoadOptions(**values, stream=not no_stream)
     if no_stream:
         for name in _STREAM_ONLY:
