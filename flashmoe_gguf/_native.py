@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,93 @@ def policy_names() -> tuple[str, ...]:
     while (name := lib.fm_policy_name(len(names))) != ffi.NULL:
         names.append(ffi.string(name).decode())
     return tuple(names)
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """What a replay counted in each layer, each [n_layers] int64.
+
+    `refetched`: evictions whose expert was needed again within 5 tokens. `victims` [n_tokens,
+    n_layers, k] uint16: who left, in order, 65535 where nobody did; None unless it was asked for.
+    """
+
+    lookups: npt.NDArray[np.int64]
+    hits: npt.NDArray[np.int64]
+    evicted: npt.NDArray[np.int64]
+    refetched: npt.NDArray[np.int64]
+    victims: npt.NDArray[np.uint16] | None = None
+
+
+_TOKENS_AT_ONCE = 512  # between two calls of `progress`, and for Ctrl-C
+
+
+def simulate(
+    policy: str,
+    experts: npt.NDArray[np.uint16],
+    sequences: npt.NDArray[np.int64],
+    n_expert: npt.NDArray[np.int32],
+    n_slots: npt.NDArray[np.int32],
+    *,
+    bypass: bool = False,
+    count_from: int = 0,
+    victims: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> LayerCounts:
+    """Replays recorded routing through a policy, one cache per layer, cold at the start.
+
+    - experts [n_tokens, n_layers, k], 65535: none. All that a token misses is admitted, and what
+      it uses cannot leave before the next; with `bypass` it can.
+    - sequences [n]: tokens at which sequences begin, ascending; one that is n_tokens is ignored.
+    - n_expert, n_slots [n_layers].
+    - count_from: counts leave out the tokens before this one.
+    - progress: gets the tokens done so far, now and then.
+
+    Raises OptionError for arrays that do not fit together or an unknown policy.
+    """
+    ffi, lib = _library()
+    if experts.ndim != 3 or n_expert.shape != n_slots.shape or len(n_slots) != experts.shape[1]:
+        raise OptionError(f"{len(n_slots)} sizes for a trace of shape {experts.shape}")
+    n_tokens, n_layers, k = experts.shape
+    ids = np.ascontiguousarray(experts, np.uint16)
+    left = np.full(ids.shape if victims else 0, 0xFFFF, np.uint16)
+    kept = (  # alive until the simulation is freed
+        ffi.from_buffer("uint16_t[]", ids),
+        ffi.from_buffer("int64_t[]", np.ascontiguousarray(sequences, np.int64)),
+        ffi.from_buffer("int32_t[]", np.ascontiguousarray(n_expert, np.int32)),
+        ffi.from_buffer("int32_t[]", np.ascontiguousarray(n_slots, np.int32)),
+        ffi.new("char[]", policy.encode()),
+        ffi.from_buffer("uint16_t[]", left, require_writable=True),
+    )
+    setup = ffi.new("struct fm_simulation_setup *")
+    setup.experts, setup.sequences, setup.n_expert, setup.n_slots, setup.policy = kept[:5]
+    setup.n_tokens, setup.n_layers, setup.k, setup.n_sequences = (*ids.shape, len(sequences))
+    setup.bypass = int(bypass)
+    setup.victims = kept[5] if victims else ffi.NULL
+    simulation = lib.fm_simulation_new(setup)
+    if simulation == ffi.NULL:
+        raise OptionError(ffi.string(lib.fm_last_message()).decode("utf-8", "replace"))
+    try:
+        before = np.zeros((n_layers, 4), np.int64)
+        done = 0
+        while done < n_tokens:
+            stop = count_from if done < count_from else n_tokens
+            done = n_tokens - lib.fm_simulation_run(simulation, min(_TOKENS_AT_ONCE, stop - done))
+            if done == count_from:
+                before = _simulated(ffi, lib, simulation, n_layers)
+            if progress is not None:
+                progress(done)
+        counted = _simulated(ffi, lib, simulation, n_layers) - before
+    finally:
+        lib.fm_simulation_free(simulation)
+    return LayerCounts(*(counted[:, i].copy() for i in range(4)), left if victims else None)
+
+
+def _simulated(ffi: Any, lib: Any, simulation: Any, n_layers: int) -> npt.NDArray[np.int64]:
+    """[n_layers, 4] in the order of `struct fm_layer_counts`."""
+    counts = ffi.new("struct fm_layer_counts[]", n_layers)
+    if lib.fm_simulation_counts(simulation, counts) != 0:
+        raise FlashMoEError(ffi.string(lib.fm_last_message()).decode("utf-8", "replace"))
+    return np.frombuffer(ffi.buffer(counts), np.int64).reshape(n_layers, 4).copy()
 
 
 @dataclass(frozen=True)

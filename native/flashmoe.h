@@ -151,6 +151,35 @@ int32_t fm_stream_verify(fm_stream *stream);
 /* Waits for reads in flight and frees everything. The model must be gone. */
 void fm_stream_free(fm_stream *stream);
 
+/* Recorded routing, replayed through a cache of its own per layer as decoding goes through it, without
+ * weights. The arrays stay with the caller, until fm_simulation_free. */
+typedef struct fm_simulation fm_simulation;
+struct fm_simulation_setup {
+    const uint16_t *experts;  /* [n_tokens][n_layers][k]; 65535: none */
+    int64_t n_tokens;
+    int32_t n_layers;
+    int32_t k;
+    const int64_t *sequences; /* [n_sequences] the first token of each, ascending */
+    int64_t n_sequences;
+    const int32_t *n_expert;  /* [n_layers] */
+    const int32_t *n_slots;   /* [n_layers] */
+    const char *policy;
+    int32_t bypass;           /* 1: what a token has just used may leave as well, in place of another */
+    uint16_t *victims;        /* [n_tokens][n_layers][k] who left, in order, 65535 beforehand; NULL: not wanted */
+};
+struct fm_layer_counts {
+    uint64_t lookups;
+    uint64_t hits;      /* before anything of the token was inserted */
+    uint64_t evicted;
+    uint64_t refetched; /* of these, needed again within 5 tokens */
+};
+fm_simulation *fm_simulation_new(const struct fm_simulation_setup *setup);
+/* Replays so many more tokens; returns how many are left. */
+int64_t fm_simulation_run(fm_simulation *simulation, int64_t n_tokens);
+/* counts[n_layers] so far; FM_BAD_STATE when the policy's invariants are broken. */
+int32_t fm_simulation_counts(const fm_simulation *simulation, struct fm_layer_counts *counts);
+void fm_simulation_free(fm_simulation *simulation);
+
 /* The one model that this thread loads next gets its expert tensors from `stream`, which is open;
  * NULL ends it, in the same thread and before that model is freed. */
 int32_t fm_hooks_attach(fm_stream *stream);
