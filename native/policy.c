@@ -9,6 +9,7 @@
 static const struct fm_policy_type *const types[] = {
     &fm_policy_lru,
     &fm_policy_dlfu,
+    &fm_policy_learned,
 };
 
 enum { N_TYPES = sizeof types / sizeof types[0] };

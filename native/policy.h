@@ -5,6 +5,7 @@
 #pragma once
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 struct fm_policy;
@@ -14,6 +15,7 @@ struct fm_policy_setup {
     int32_t n_groups;
     const int32_t *n_expert; /* [n_groups] */
     const int32_t *n_slots;  /* [n_groups] */
+    bool frozen;             /* a policy that learns keeps the weights that it has */
 };
 
 /* For each pass through a group the cache first tells what every token uses (on_hit, on_miss, then
@@ -23,6 +25,10 @@ struct fm_policy_type {
     /* NULL: no memory. */
     struct fm_policy *(*create)(const struct fm_policy_setup *setup);
     void (*destroy)(struct fm_policy *policy);
+    /* The group sees so many tokens in this pass, with an end_token for each: the last so many of
+     * those that the first group of the pass has seen. NULL: does not matter to this policy. Not
+     * called: passes of one token. */
+    void (*begin_pass)(struct fm_policy *policy, int32_t group, int32_t n_tokens);
     /* The current token uses an expert that is resident, or one that is not. */
     void (*on_hit)(struct fm_policy *policy, int32_t group, int32_t expert);
     void (*on_miss)(struct fm_policy *policy, int32_t group, int32_t expert);
@@ -37,6 +43,11 @@ struct fm_policy_type {
     void (*begin_sequence)(struct fm_policy *policy);
     /* The group has so many slots from now on; NULL: this policy does not care. */
     void (*resize)(struct fm_policy *policy, int32_t group, int32_t n_slots);
+    /* What it has learned, as numbers that a policy made with the same n_expert takes back. save:
+     * returns how many there are, and writes them when n is enough. load: false, and nothing
+     * changes, when it cannot be these. NULL: learns nothing. */
+    size_t (*save)(struct fm_policy *policy, float *weights, size_t n);
+    bool (*load)(struct fm_policy *policy, const float *weights, size_t n);
     /* Its own invariants against the resident set. */
     bool (*verify)(const struct fm_policy *policy, int32_t group, const uint8_t *resident);
 };
@@ -46,3 +57,4 @@ const struct fm_policy_type *fm_policy_find(const char *name);
 
 extern const struct fm_policy_type fm_policy_lru;
 extern const struct fm_policy_type fm_policy_dlfu;
+extern const struct fm_policy_type fm_policy_learned;

@@ -20,6 +20,9 @@ void fm_slots_route(struct fm_stream *stream, int32_t index, const struct fm_rou
     if (stream->policy == NULL) {
         return;
     }
+    if (stream->policy_type->begin_pass != NULL) {
+        stream->policy_type->begin_pass(stream->policy, index, (int32_t)routing->n_tokens);
+    }
     for (int64_t t = 0; t < routing->n_tokens; t++) {
         const int64_t token = ++group->seen_token;
         for (int64_t k = 0; k < routing->n_used; k++) {

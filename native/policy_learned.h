@@ -1,0 +1,70 @@
+/* policy_learned.h: the arithmetic of the policy `learned`, for one group at a time.
+ *
+ * The score of expert e after a token is bias[e] + weight . features[e] + the sum over the rows of
+ * all experts that the token has just used, here and in the groups before; the lowest leaves.
+ * Arrays over experts are `stride` long, a multiple of LEARNED_LANES; what is beyond n_expert stays
+ * finite and is never looked at. */
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+    LEARNED_EMAS = 3,
+    LEARNED_FEATURES = 6,
+    LEARNED_CONTEXTS = 5, /* the group itself and the four before it */
+    LEARNED_HORIZON = 4,  /* tokens between a step and learning from it */
+    LEARNED_LANES = 8,
+};
+
+/* Of the use of each expert up to one token. */
+struct learned_statistics {
+    float *ema;     /* [LEARNED_EMAS][stride] moving averages of use, 0 to 1 */
+    float *age;     /* [stride] tokens since the last use, capped */
+    float *count;   /* [stride] uses in this request */
+    float n_tokens; /* in this request */
+    float n_used;   /* the most experts that a token has used: top-k */
+};
+
+struct learned_model {
+    int32_t n_expert;
+    int32_t stride;
+    int32_t n_rows;
+    float *bias;                    /* [stride] */
+    float weight[LEARNED_FEATURES];
+    float *rows;                    /* [n_rows][stride], one per expert of every context */
+};
+
+/* What was known when a token had passed the group. */
+struct learned_step {
+    int64_t token;
+    float *features; /* [LEARNED_FEATURES][stride] */
+    int32_t *rows;   /* [n_rows] rows that count */
+    int32_t n_rows;
+};
+
+bool learned_statistics_new(struct learned_statistics *statistics, int32_t stride);
+void learned_statistics_free(struct learned_statistics *statistics);
+void learned_statistics_copy(struct learned_statistics *to, const struct learned_statistics *from, int32_t stride);
+/* One token has used these n experts. */
+void learned_statistics_add(struct learned_statistics *statistics, int32_t stride, const int32_t *experts, int32_t n);
+void learned_features(const struct learned_statistics *statistics, int32_t n_expert, int32_t stride,
+                      float *features);
+
+bool learned_model_new(struct learned_model *model, int32_t n_expert, int32_t n_rows);
+void learned_model_free(struct learned_model *model);
+/* bias [n_expert], weight, rows [n_rows][n_expert] as so many numbers. */
+size_t learned_model_size(const struct learned_model *model);
+void learned_model_save(const struct learned_model *model, float *weights);
+void learned_model_load(struct learned_model *model, const float *weights);
+void learned_score(const struct learned_model *model, const struct learned_step *step, float *score);
+
+/* The uses after a step: in the d-th token after it, d = 1 to LEARNED_HORIZON, and in its own, d = 0. */
+struct learned_uses {
+    const int32_t *experts[LEARNED_HORIZON + 1];
+    int32_t n[LEARNED_HORIZON + 1];
+};
+/* score: of the token LEARNED_HORIZON after the step. scratch: [2][stride]. */
+void learned_learn(struct learned_model *model, const struct learned_step *step, const struct learned_uses *uses,
+                   const float *score, float *scratch);
