@@ -139,6 +139,9 @@ static void begin_pass(struct operation *op, int32_t group, const struct fm_rout
         stream->stats.decode_lookups += (uint64_t)n_distinct;
         stream->stats.decode_hits += hits;
     }
+    for (int32_t e = 0; routing->n_tokens > 1 && e < g->n_expert; e++) {
+        g->in_batch[e] = n_rows[e] > 0;
+    }
     if (group == 0) {
         stream->stats.tokens += (uint64_t)routing->n_tokens;
     }
@@ -149,8 +152,13 @@ static void begin_pass(struct operation *op, int32_t group, const struct fm_rout
     stream->stats.bypassed += (uint64_t)(n_distinct - op->n);
 }
 
-/* Learns in which order the graph uses the parts. */
-static void note_part(struct group *group, int32_t part) {
+/* Learns in which order the graph uses the parts, and the groups. */
+static void note_part(struct fm_stream *stream, struct group *group, int32_t part) {
+    const int32_t index = (int32_t)(group - stream->groups);
+    if (stream->last_group >= 0 && stream->last_group != index) {
+        stream->groups[stream->last_group].next_group = index;
+    }
+    stream->last_group = index;
     if (group->lead < 0) {
         group->lead = part;
     }
@@ -164,7 +172,7 @@ static void note_part(struct group *group, int32_t part) {
 static void fill(struct operation *op, int32_t group, const struct fm_routing *routing, const int64_t *n_rows) {
     struct group *g = op->group;
     int32_t n_distinct = 0;
-    note_part(g, op->part);
+    note_part(op->stream, g, op->part);
     for (int32_t e = 0; e < g->n_expert; e++) {
         if (n_rows[e] > 0) {
             n_distinct++;
@@ -179,6 +187,8 @@ static void fill(struct operation *op, int32_t group, const struct fm_routing *r
     sort_by_arrival(op);
 
     op->next_ring = op->next_ahead = op->n;
+    /* only a batch that uses most experts tells which the next group will use: nearly all again */
+    op->next_likely = routing->n_tokens > 1 && n_distinct * 4 >= g->n_expert * 3 ? 0 : INT32_MAX;
     for (int32_t e = 0; e < g->n_expert && op->n < n_distinct; e++) {
         if (n_rows[e] > 0 && g->slot_of[e] < 0) {
             add_entry(op, e, -1, NULL);

@@ -1,6 +1,7 @@
 /* ring.c: the buffers for experts that have no slot. An operation gets buffers for its next experts
- * as they come free, so reads run ahead of compute; what is left over reads the same experts' next
- * part, for the operation that will most likely follow. Demand takes buffers back from such guesses. */
+ * as they come free, so reads run ahead of compute; what is left over reads what the operation that
+ * will most likely follow needs: the same experts' next part, or in a prefill the next group's
+ * experts. Demand takes buffers back from such guesses. */
 
 #include <stddef.h>
 
@@ -51,6 +52,19 @@ static void give(struct operation *operation, struct ring_buffer *buffer, int32_
     atomic_store_explicit(&operation->entries[i].load, &buffer->load, memory_order_release);
 }
 
+/* The entry for this expert among those that wait for a buffer, moved up to be the next; false: there is none. */
+static bool bring_forward(struct operation *operation, int32_t expert) {
+    struct entry *next = &operation->entries[operation->next_ring];
+    for (int32_t i = operation->next_ring; i < operation->n; i++) {
+        if (operation->entries[i].expert == expert) {
+            operation->entries[i].expert = next->expert; /* nothing else is set yet */
+            next->expert = expert;
+            return true;
+        }
+    }
+    return false;
+}
+
 /* Buffers that were read ahead for this operation become its own; the other guesses of its group are dropped. */
 void fm_ring_claim(struct fm_stream *stream, struct operation *operation) {
     const int32_t group = (int32_t)(operation->group - stream->groups);
@@ -61,10 +75,8 @@ void fm_ring_claim(struct fm_stream *stream, struct operation *operation) {
         if (load->group != group) {
             continue;
         }
-        const struct entry *entry = &operation->entries[operation->next_ring];
         const bool failed = atomic_load_explicit(&load->state, memory_order_relaxed) == LOAD_FAILED;
-        if (load->part == operation->part && operation->next_ring < operation->n && entry->expert == load->expert &&
-            !failed) {
+        if (load->part == operation->part && !failed && bring_forward(operation, load->expert)) {
             unlink_ahead(stream, buffer);
             fm_io_promote(stream->io, load);
             give(operation, buffer, operation->next_ring++);
@@ -86,14 +98,42 @@ static struct operation *neediest(const struct fm_stream *stream) {
     return found;
 }
 
-/* Reads the next part of an expert that a running operation has just had through the ring. */
+struct guess {
+    int32_t group;
+    int32_t part;
+    int32_t expert;
+};
+
+/* What a running operation makes likely: the next part of an expert that goes through the ring; after a
+ * batch's last part, an expert of the next group. */
+static bool guess(struct fm_stream *stream, struct operation *op, struct guess *found) {
+    const int32_t part = op->group->next_part[op->part];
+    if (part >= 0) {
+        if (op->next_ahead >= op->n) {
+            return false;
+        }
+        *found = (struct guess){(int32_t)(op->group - stream->groups), part, op->entries[op->next_ahead++].expert};
+        return true;
+    }
+    /* not from the last group to the first: this batch may be the last of its prompt */
+    if (op->group->next_group <= (int32_t)(op->group - stream->groups) || op->next_likely == INT32_MAX) {
+        return false;
+    }
+    const struct group *next = &stream->groups[op->group->next_group];
+    while (next->lead >= 0 && op->next_likely < next->n_expert) {
+        const int32_t expert = op->next_likely++;
+        if (next->slot_of[expert] < 0 && next->in_batch[expert]) {
+            *found = (struct guess){op->group->next_group, next->lead, expert};
+            return true;
+        }
+    }
+    return false;
+}
+
 static bool read_ahead(struct fm_stream *stream) {
     for (struct operation *op = stream->active; op != NULL; op = op->next) {
-        if (op->next_ahead >= op->n) {
-            continue;
-        }
-        const int32_t part = op->group->next_part[op->part];
-        if (part < 0) {
+        struct guess next;
+        if (!guess(stream, op, &next)) {
             continue;
         }
         struct ring_buffer *buffer = stream->ring_free;
@@ -105,8 +145,7 @@ static bool read_ahead(struct fm_stream *stream) {
             tail = &(*tail)->next;
         }
         *tail = buffer;
-        const int32_t expert = op->entries[op->next_ahead++].expert;
-        fm_load_start(&buffer->load, (int32_t)(op->group - stream->groups), part, expert, FM_PRIORITY_AHEAD);
+        fm_load_start(&buffer->load, next.group, next.part, next.expert, FM_PRIORITY_AHEAD);
         stream->stats.ahead_issued++;
         return true;
     }

@@ -25,6 +25,7 @@ fm_stream *fm_stream_new(const struct fm_options *options) {
         return NULL;
     }
     stream->options = *options;
+    stream->last_group = -1;
     pthread_mutex_init(&stream->lock, NULL);
     pthread_cond_init(&stream->landed, NULL);
     stream->io = fm_io_new(options->io_mode, options->n_workers, fm_load_ended);
@@ -59,7 +60,7 @@ int32_t fm_stream_add_group(fm_stream *stream, int32_t layer, int32_t family, in
     }
     stream->groups = groups;
     struct group *group = &groups[stream->n_groups];
-    *group = (struct group){.layer = layer, .family = family, .n_expert = n_expert, .lead = -1, .last_part = -1};
+    *group = (struct group){.layer = layer, .family = family, .n_expert = n_expert, .lead = -1, .last_part = -1, .next_group = -1};
     for (int32_t p = 0; p < FM_MAX_PARTS; p++) {
         group->next_part[p] = -1;
     }
@@ -158,11 +159,13 @@ static bool open_group(struct group *group) {
     group->slot_of = malloc((size_t)group->n_expert * sizeof *group->slot_of);
     group->may_leave = malloc((size_t)group->n_expert);
     group->seen = calloc((size_t)group->n_expert, sizeof *group->seen);
-    if (group->slot_of == NULL || group->may_leave == NULL || group->seen == NULL) {
+    group->in_batch = malloc((size_t)group->n_expert);
+    if (group->slot_of == NULL || group->may_leave == NULL || group->seen == NULL || group->in_batch == NULL) {
         return false;
     }
     for (int32_t e = 0; e < group->n_expert; e++) {
         group->slot_of[e] = -1;
+        group->in_batch[e] = 1; /* until seen, any of them may be */
     }
     return true;
 }
@@ -346,6 +349,7 @@ void fm_stream_free(fm_stream *stream) {
         free(group->slot_of);
         free(group->may_leave);
         free(group->seen);
+        free(group->in_batch);
     }
     free(stream->groups);
     if (stream->policy != NULL) {

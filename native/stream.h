@@ -75,6 +75,8 @@ struct group {
     int32_t lead;                    /* the part that is used first in a pass; -1 until seen */
     int32_t last_part;               /* used last */
     int32_t next_part[FM_MAX_PARTS]; /* what followed each part the last time; -1: nothing */
+    int32_t next_group;              /* which group's pass followed the last time; -1: none */
+    uint8_t *in_batch;               /* [n_expert] used by the last pass of several tokens */
     uint64_t lookups;
     uint64_t hits;
     uint64_t evicted;
@@ -103,6 +105,7 @@ struct operation {
     int32_t n;          /* entries; those in slots come first */
     int32_t next_ring;  /* the first entry that waits for a ring buffer */
     int32_t next_ahead; /* the first ring entry whose next part is not read ahead */
+    int32_t next_likely; /* the first expert of the next group that was not considered for reading ahead */
     int32_t n_held;     /* ring buffers */
     atomic_int left;    /* releases to come */
     struct operation *next;
@@ -116,6 +119,7 @@ struct fm_stream {
     int32_t n_groups;
     int32_t max_expert;
     size_t max_region_bytes;
+    int32_t last_group; /* of the operation before; -1: none yet */
 
     pthread_mutex_t lock;
     pthread_cond_t landed; /* a load has ended or a ring buffer was assigned */

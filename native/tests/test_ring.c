@@ -347,3 +347,66 @@ TEST(a_part_is_no_guess_for_itself) {
     CHECK_EQUAL(model.stream->groups[0].next_part[2], -1);
     model_free(&model);
 }
+
+static const int32_t twice[] = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
+/* all but expert 2 */
+static const int32_t without[] = {0, 1, 3, 4, 5, 6, 7, 0, 1, 3, 4, 5, 6, 7, 0, 1};
+
+TEST(after_a_batch_the_next_groups_experts_are_read_ahead) {
+    struct model model;
+    create(&model, 4);
+    run_group(&model, 0, twice, 8, 2);
+    run_group(&model, 1, without, 8, 2);
+    run_part(&model, 0, 0, twice, 8, 2);
+    run_part(&model, 0, 1, twice, 8, 2);
+    struct pass pass;
+    pass_begin(&pass, &model, 0, 2, twice, 8, 2, 1);
+    pass_use_all(&pass, 0);
+    CHECK_EQUAL(n_ahead(&model), 4);
+    const int32_t guessed[] = {0, 1, 3, 4}; /* 2 was not used the last time */
+    const struct ring_buffer *buffer = model.stream->ring_ahead;
+    for (int i = 0; i < 4; i++, buffer = buffer->next) {
+        CHECK_EQUAL(buffer->load.group, 1);
+        CHECK_EQUAL(buffer->load.part, 0);
+        CHECK_EQUAL(buffer->load.expert, guessed[i]);
+    }
+    const struct fm_stats before = model_stats(&model);
+    /* expert 0 is not wanted now: its buffer is given back; the others are used whatever their order */
+    const int32_t wanted[] = {7, 4, 3, 2, 1, 5, 6, 7};
+    pass_begin(&pass, &model, 1, 0, wanted, 8, 1, 1);
+    CHECK_EQUAL(model_stats(&model).ahead_used - before.ahead_used, 3);
+    CHECK_EQUAL(model_stats(&model).ahead_dropped - before.ahead_dropped, 1);
+    CHECK_EQUAL(pass.order[0], 1);
+    CHECK_EQUAL(pass.order[1], 3);
+    CHECK_EQUAL(pass.order[2], 4);
+    pass_use_all(&pass, 0);
+    model_verify(&model);
+    model_free(&model);
+}
+
+TEST(a_token_and_a_small_batch_say_nothing_about_the_next_group) {
+    struct model model;
+    create(&model, 4);
+    run_group(&model, 0, twice, 8, 2);
+    run_group(&model, 1, twice, 8, 2);
+    for (int n_tokens = 1; n_tokens <= 2; n_tokens++) {
+        run_part(&model, 0, 0, all, 2, n_tokens);
+        run_part(&model, 0, 1, all, 2, n_tokens);
+        struct pass pass;
+        pass_begin(&pass, &model, 0, 2, all, 2, n_tokens, 1);
+        pass_use_all(&pass, 0);
+        CHECK_EQUAL(n_ahead(&model), 0);
+    }
+    model_free(&model);
+}
+
+TEST(nothing_is_read_ahead_after_the_last_group) {
+    struct model model;
+    create(&model, 4);
+    for (int i = 0; i < 2; i++) {
+        run_group(&model, 0, twice, 8, 2);
+        run_group(&model, 1, twice, 8, 2);
+        CHECK_EQUAL(n_ahead(&model), 0);
+    }
+    model_free(&model);
+}
