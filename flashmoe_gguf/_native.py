@@ -267,6 +267,19 @@ class NativeStream:
         """Reads the experts of groups with a slot for each of them, in the background."""
         self._lib.fm_stream_fill(self._stream)
 
+    def lookahead(self, predictor: str, width: int, *, adaptive: bool) -> None:
+        """Guesses experts of the next group, `width` at most; once, after the start.
+
+        `adaptive`: only while tokens come faster with it than without.
+        """
+        self._check(
+            self._lib.fm_stream_lookahead(self._stream, predictor.encode(), width, int(adaptive))
+        )
+
+    def resize(self, slots: Sequence[int]) -> None:
+        """Uses so many slots of each group from now on, no more than at the start."""
+        self._check(self._lib.fm_stream_resize(self._stream, list(slots)))
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """The model that this thread loads inside the block takes its experts from this stream."""

@@ -67,6 +67,7 @@ class _Options(NamedTuple):
     n_slots: int | None
     stream: bool
     verify: str
+    lookahead: str | int
 
 
 class _Eval(NamedTuple):
@@ -91,6 +92,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     - stream: False loads the model as llama_cpp does, which cannot load a packed file.
     - verify: of a packed file, check each expert's checksum when it is read "first", "always",
       or "off".
+    - lookahead: reading experts of the next layer before its router has run: "auto" (while it
+      is measured to gain), "off", or how many per layer at most.
     - progress: called with 0..1 while dense weights load; what it raises ends the loading.
 
     A model without routed experts is loaded as llama_cpp does; `is_streamed` says which it was.
@@ -113,6 +116,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         n_slots: int | None = None,
         stream: bool = True,
         verify: str = "first",
+        lookahead: str | int = "auto",
         progress: Progress | None = None,
         **kwargs: Any,
     ) -> None:
@@ -122,7 +126,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         self._running: _Eval | None = None
         self._parts_per_pass = 0
         self._plan: Plan | None = None
-        self._options = _Options(ram, policy, io, n_slots, stream, verify)
+        self._options = _Options(ram, policy, io, n_slots, stream, verify, lookahead)
         check_arguments(
             model_path, None if parse_ram(ram) is None else ram, n_slots, kwargs, llama_cpp.Llama
         )
@@ -156,10 +160,12 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
             _recent_errors.lines = None
 
     def _load_streamed(self, model_path: str, kwargs: dict[str, Any]) -> None:
-        ram, policy, io, n_slots, _, verify = self._options
+        ram, policy, io, n_slots, _, verify, lookahead = self._options
         ram_bytes = parse_ram(ram) or default_budget().limit_bytes
         process_bytes = process_memory()[0] + untouched_slot_bytes()
-        self._experts = ExpertStream(self.geometry, io=io, policy=policy, verify=verify)
+        self._experts = ExpertStream(
+            self.geometry, io=io, policy=policy, verify=verify, lookahead=lookahead
+        )
         header, n_ctx = self.geometry.header, kwargs.get("n_ctx", 512)
         quantized = kwargs.get("type_k") is not None or kwargs.get("type_v") is not None
         fixed = Fixed(

@@ -55,6 +55,10 @@ class Stats:
     ahead_issued: int
     ahead_used: int
     ahead_dropped: int
+    guesses: int
+    guesses_used: int
+    guesses_wasted: int
+    guesses_overtaken: int
     waits: int
     wait_seconds: float
     failed_loads: int
@@ -81,6 +85,19 @@ class Stats:
         return Stats(**values)
 
 
+@dataclass(frozen=True)
+class Lookahead:
+    """Guesses at the next layer's experts: by what, how many at most, and whether only while it
+    is measured to gain.
+    """
+
+    predictor: str
+    width: int
+    adaptive: bool
+
+
+AUTO_LOOKAHEAD = Lookahead("router", 1, True)
+
 _NAMES = [f.name for f in fields(Stats)]
 _COUNTERS = _NAMES[_NAMES.index("tokens") :]
 
@@ -93,6 +110,24 @@ def choose_policy(name: str) -> str:
     if name not in known:
         raise OptionError(f"there is no policy '{name}'", f"one of auto, {', '.join(known)}")
     return name
+
+
+def parse_lookahead(text: str | int) -> Lookahead | None:
+    """What `lookahead=` means: "auto", "off", or how many experts per layer to guess at most,
+    with the predictor before it if not the default, such as "router:2".
+
+    Raises OptionError for anything else.
+    """
+    if text == "off" or text == 0 or text == "0":
+        return None
+    if text == "auto":
+        return AUTO_LOOKAHEAD
+    predictor, _, width = str(text).rpartition(":")
+    if predictor not in ("", "routing", "router") or not width.isdecimal() or int(width) < 1:
+        raise OptionError(
+            f"lookahead '{text}'", "auto, off, a number of experts, routing:N or router:N"
+        )
+    return Lookahead(predictor or AUTO_LOOKAHEAD.predictor, int(width), False)
 
 
 def read_sums(geometry: Geometry) -> dict[str, npt.NDArray[np.uint64]]:
@@ -129,9 +164,18 @@ class ExpertStream:
     `close()` comes after the model is gone.
     """
 
-    def __init__(self, geometry: Geometry, *, io: str, policy: str, verify: str = "first") -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        io: str,
+        policy: str,
+        verify: str = "first",
+        lookahead: str | int = "off",
+    ) -> None:
         self.geometry = geometry
         self.policy = choose_policy(policy)
+        self.lookahead = parse_lookahead(lookahead)
         self._process = os.getpid()
         self._budget_bytes = 0
         self._slots: tuple[int, ...] = ()
@@ -183,6 +227,9 @@ class ExpertStream:
         """Allocates the slots of a plan; groups that fit as a whole fill in the background."""
         self.native.start(slots, self.policy)
         self.native.fill()
+        if self.lookahead is not None:
+            ahead = self.lookahead
+            self.native.lookahead(ahead.predictor, ahead.width, adaptive=ahead.adaptive)
         self._slots = slots
         self._budget_bytes = budget_bytes
 

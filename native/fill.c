@@ -10,7 +10,7 @@ enum { EXPERTS_AT_ONCE = 4 };
 static bool fill_one(struct fm_stream *stream) {
     for (; stream->fill_group < stream->n_groups; stream->fill_group++, stream->fill_expert = 0) {
         struct group *group = &stream->groups[stream->fill_group];
-        if (group->n_slots < group->n_expert || group->n_bound == 0) {
+        if (fm_slots_open(group) < group->n_expert || group->n_bound == 0) {
             continue;
         }
         while (stream->fill_expert < group->n_expert) {

@@ -73,6 +73,10 @@ struct fm_stats {
     uint64_t ahead_issued;    /* ring parts read before their operation began */
     uint64_t ahead_used;
     uint64_t ahead_dropped;
+    uint64_t guesses;         /* experts that lookahead read before their group's router had run */
+    uint64_t guesses_used;
+    uint64_t guesses_wasted;
+    uint64_t guesses_overtaken; /* used, and still being read when they were wanted */
     uint64_t waits;           /* times a thread slept for an expert */
     uint64_t wait_ns;         /* time asleep, divided by the threads of the operation */
     uint64_t failed_loads;
@@ -142,6 +146,15 @@ int32_t fm_stream_start(fm_stream *stream, const int32_t *n_slots, const char *p
 /* Reads the experts of groups that have a slot for each of them, in the background. */
 void fm_stream_fill(fm_stream *stream);
 
+/* From now on n_slots[n_groups] of the slots are used, no more than at the start; the memory of the
+ * others goes back to the system. Those in use right now stay until the next call. */
+int32_t fm_stream_resize(fm_stream *stream, const int32_t *n_slots);
+
+/* Once, after the start: guess experts of the next group by a predictor ("routing": what this token and the
+ * one before used; "router": the next router on this group's input), `width` per group at most.
+ * adaptive: only while tokens come faster with it than without, as measured in turns. */
+int32_t fm_stream_lookahead(fm_stream *stream, const char *predictor, int32_t width, int32_t adaptive);
+
 void fm_stream_stats(fm_stream *stream, struct fm_stats *stats);
 int32_t fm_stream_group_stats(fm_stream *stream, int32_t group, struct fm_group_stats *stats);
 /* Copies and clears the latched error; returns 1 when there was one. */
@@ -193,6 +206,9 @@ struct fm_routing {
     int64_t n_tokens;
     uint64_t stride_used;
     uint64_t stride_token;
+    const float *activation; /* [width] of a single token: what goes into the experts; NULL: not at hand */
+    const float *router;     /* [n_expert][width] of this group; NULL: not at hand */
+    int64_t width;
 };
 void *fm_operation_begin(fm_stream *stream, int32_t group, int32_t part, const struct fm_routing *routing,
                          int32_t n_expert, const int64_t *n_rows, int32_t n_threads, int32_t *order);

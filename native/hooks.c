@@ -226,8 +226,25 @@ static const struct llama_tensor_source tensor_source = {
     .hides = hides,
 };
 
+/* The router whose scores these ids come from: the first matmul up the graph with a row per expert. */
+static const float *router_of(const struct ggml_tensor *ids, int64_t n_expert, int64_t width) {
+    enum { STEPS = 12 };
+    const struct ggml_tensor *t = ids;
+    for (int i = 0; i < STEPS && t != NULL; i++, t = t->src[0]) {
+        const struct ggml_tensor *router = t->op == GGML_OP_MUL_MAT ? t->src[0] : NULL;
+        if (router != NULL) {
+            const bool fits = router->op == GGML_OP_NONE && router->type == GGML_TYPE_F32 && ggml_is_contiguous(router) &&
+                              router->ne[0] == width && router->ne[1] == n_expert && router->buffer != NULL &&
+                              ggml_backend_buffer_is_host(router->buffer);
+            return fits ? router->data : NULL;
+        }
+    }
+    return NULL;
+}
+
 static void *begin(const struct ggml_tensor *dst, const int64_t *n_rows, int n_threads, int32_t *order) {
     const struct ggml_tensor *weights = dst->src[0];
+    const struct ggml_tensor *input = dst->src[1];
     const struct ggml_tensor *ids = dst->src[2];
     const struct source *source = (const struct source *)weights->buffer->buft;
     const struct range *range = range_of(source, weights);
@@ -237,6 +254,10 @@ static void *begin(const struct ggml_tensor *dst, const int64_t *n_rows, int n_t
         .n_tokens = ids->ne[1],
         .stride_used = ids->nb[0],
         .stride_token = ids->nb[1],
+        /* up and gate take the same row for all experts of a token; down does not */
+        .activation = input->type == GGML_TYPE_F32 && input->ne[1] == 1 && ids->ne[1] == 1 ? input->data : NULL,
+        .router = ids->ne[1] == 1 ? router_of(ids, weights->ne[2], input->ne[0]) : NULL,
+        .width = input->ne[0],
     };
     return fm_operation_begin(source->stream, range != NULL ? range->group : -1, range != NULL ? range->part : -1,
                               &routing, (int32_t)weights->ne[2], n_rows, n_threads, order);

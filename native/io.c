@@ -13,7 +13,8 @@
 
 #include "file.h"
 
-enum { MAX_WORKERS = 64, MAX_FILES = 4096, MAX_DRIVES = 64 };
+/* Idle reads at a time on one drive: what is in flight delays a demand that comes meanwhile. */
+enum { MAX_WORKERS = 64, MAX_FILES = 4096, MAX_DRIVES = 64, MAX_IDLE = 2 };
 
 struct request {
     struct request *next;
@@ -23,6 +24,7 @@ struct request {
     size_t bytes;
     size_t need;
     int file;
+    bool idle;
 };
 
 struct queue {
@@ -37,6 +39,7 @@ struct drive {
     pthread_cond_t wake;
     pthread_t workers[MAX_WORKERS];
     int n_workers;
+    int n_idle; /* idle reads that its workers have begun */
 };
 
 struct file {
@@ -84,12 +87,19 @@ static struct request *queue_take(struct queue *q, struct request **link) {
 
 /* The most urgent request of a drive. Lock held. */
 static struct request *take_first(struct drive *drive) {
-    for (int p = 0; p < FM_PRIORITY_COUNT; p++) {
+    for (int p = 0; p < FM_PRIORITY_IDLE; p++) {
         if (drive->queues[p].head != NULL) {
             return queue_take(&drive->queues[p], &drive->queues[p].head);
         }
     }
-    return NULL;
+    struct queue *idle = &drive->queues[FM_PRIORITY_IDLE];
+    if (idle->head == NULL || drive->n_idle >= MAX_IDLE) {
+        return NULL; /* the worker whose idle read ends takes the next */
+    }
+    struct request *r = queue_take(idle, &idle->head);
+    r->idle = true;
+    drive->n_idle++;
+    return r;
 }
 
 /* The request at this position of the order in which they would run, were there one thread for all
@@ -151,6 +161,9 @@ static void run(struct fm_io *io, struct request *r) {
     const int error = do_read(io, r, fault, fault_errno);
     io->done(r->owner, error);
     pthread_mutex_lock(&io->lock);
+    if (r->idle) {
+        io->files[r->file].drive->n_idle--;
+    }
     r->next = io->free_requests;
     io->free_requests = r;
 }
@@ -311,32 +324,46 @@ int fm_io_cancel(struct fm_io *io, const void *owner) {
     int n = 0;
     pthread_mutex_lock(&io->lock);
     for (int d = 0; d < io->n_drives; d++) {
-        struct queue *q = &io->drives[d]->queues[FM_PRIORITY_AHEAD];
-        for (struct request **link = &q->head; *link != NULL;) {
-            if ((*link)->owner != owner) {
-                link = &(*link)->next;
-                continue;
+        for (int p = FM_PRIORITY_AHEAD; p < FM_PRIORITY_COUNT; p++) {
+            struct queue *q = &io->drives[d]->queues[p];
+            for (struct request **link = &q->head; *link != NULL;) {
+                if ((*link)->owner != owner) {
+                    link = &(*link)->next;
+                    continue;
+                }
+                struct request *r = queue_take(q, link);
+                r->next = io->free_requests;
+                io->free_requests = r;
+                n++;
             }
-            struct request *r = queue_take(q, link);
-            r->next = io->free_requests;
-            io->free_requests = r;
-            n++;
         }
     }
     pthread_mutex_unlock(&io->lock);
     return n;
 }
 
-void fm_io_promote(struct fm_io *io, const void *owner) {
+/* Moves this owner's requests from one queue to another of the same drive; false: there were none. */
+static bool move(struct queue *from, struct queue *to, const void *owner) {
+    bool moved = false;
+    for (struct request **link = &from->head; *link != NULL;) {
+        if ((*link)->owner == owner) {
+            queue_push(to, queue_take(from, link));
+            moved = true;
+        } else {
+            link = &(*link)->next;
+        }
+    }
+    return moved;
+}
+
+void fm_io_promote(struct fm_io *io, const void *owner, enum fm_priority priority) {
     pthread_mutex_lock(&io->lock);
     for (int d = 0; d < io->n_drives; d++) {
-        struct queue *queues = io->drives[d]->queues;
-        struct queue *q = &queues[FM_PRIORITY_AHEAD];
-        for (struct request **link = &q->head; *link != NULL;) {
-            if ((*link)->owner == owner) {
-                queue_push(&queues[FM_PRIORITY_DEMAND], queue_take(q, link));
-            } else {
-                link = &(*link)->next;
+        struct drive *drive = io->drives[d];
+        for (int p = priority + 1; p < FM_PRIORITY_COUNT; p++) {
+            /* workers may sleep although idle requests are queued */
+            if (move(&drive->queues[p], &drive->queues[priority], owner) && p == FM_PRIORITY_IDLE) {
+                pthread_cond_broadcast(&drive->wake);
             }
         }
     }

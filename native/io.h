@@ -15,7 +15,8 @@ enum { FM_IO_ALIGN = 4096 };
 enum fm_priority {
     FM_PRIORITY_DEMAND = 0, /* an operation waits for it */
     FM_PRIORITY_AHEAD = 1,  /* will be wanted soon; can be cancelled while it is queued */
-    FM_PRIORITY_COUNT = 2,
+    FM_PRIORITY_IDLE = 2,   /* a guess: only while nothing else is queued, two at a time; can be cancelled */
+    FM_PRIORITY_COUNT = 3,
 };
 
 struct fm_io;
@@ -44,10 +45,10 @@ uint64_t fm_io_file_size(const struct fm_io *io, int file);
  * enough if at least `need` bytes arrive (the file may end inside the last block). False: no memory. */
 bool fm_io_submit(struct fm_io *io, enum fm_priority priority, int file, uint64_t offset, size_t bytes,
                   size_t need, void *dst, void *owner);
-/* Takes this owner's queued AHEAD requests out and returns how many; those already being read go on. */
+/* Takes this owner's queued requests that are no DEMAND out and returns how many; those being read go on. */
 int fm_io_cancel(struct fm_io *io, const void *owner);
-/* Moves this owner's queued AHEAD requests up to DEMAND. */
-void fm_io_promote(struct fm_io *io, const void *owner);
+/* Moves this owner's queued requests that are less urgent up to this priority. */
+void fm_io_promote(struct fm_io *io, const void *owner, enum fm_priority priority);
 
 /* Reads in the calling thread, buffered, any alignment. Returns 0, an errno, or FM_IO_SHORT. */
 int fm_io_read_now(struct fm_io *io, int file, void *dst, size_t bytes, uint64_t offset);

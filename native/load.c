@@ -6,6 +6,9 @@
 
 #include "stream.h"
 
+/* A guess is read in small requests: demand overtakes it after the one in flight. */
+enum { IDLE_BYTES = 256 << 10 };
+
 void fm_load_wake(struct fm_stream *stream) {
     if (stream->n_waiting > 0) {
         pthread_cond_broadcast(&stream->landed);
@@ -49,13 +52,24 @@ static bool is_used(const struct load *load) {
     return s >= 0 && group->slots[s].pins > 0;
 }
 
+static bool is_guess(const struct load *load) {
+    const struct group *group = &load->stream->groups[load->group];
+    const int32_t s = group->slot_of[load->expert];
+    return load->ring == NULL && s >= 0 && group->slots[s].guessed;
+}
+
 /* Every request has ended. */
 static void finish(struct load *load) {
     struct fm_stream *stream = load->stream;
     const bool filled = load->fills;
-    load->fills = false;
+    const bool given_up = load->given_up;
+    load->fills = load->given_up = false;
+    if (given_up) {
+        set_state(load, LOAD_EMPTY);
+        return;
+    }
     /* nobody has asked for these bytes yet: if somebody does, they are read again */
-    const bool unwanted = load->ring != NULL ? load->ring->draining : filled && !is_used(load);
+    const bool unwanted = load->ring != NULL ? load->ring->draining : (filled && !is_used(load)) || is_guess(load);
     if (load->error != 0 && !unwanted) {
         fm_load_latch(stream, load, load->error == FM_IO_CORRUPT ? FM_CORRUPT : FM_IO_ERROR, load->error);
     }
@@ -75,7 +89,7 @@ static void finish(struct load *load) {
 static bool wants_check(const struct load *load) {
     const struct part *part = &load->stream->groups[load->group].parts[load->part];
     const int32_t mode = load->stream->options.verify;
-    const bool unwanted = load->ring != NULL && load->ring->draining;
+    const bool unwanted = load->given_up || (load->ring != NULL && load->ring->draining);
     return load->error == 0 && part->sums != NULL && !unwanted &&
            (mode == FM_VERIFY_ALWAYS || (mode == FM_VERIFY_FIRST && !part->verified[load->expert]));
 }
@@ -129,9 +143,13 @@ void fm_load_start(struct load *load, int32_t group, int32_t part, int32_t exper
     set_state(load, LOAD_LOADING);
     stream->stats.missed_bytes += p->expert_bytes;
 
-    for (uint64_t at = first; at < end; at += stream->options.request_bytes) {
+    uint64_t most = stream->options.request_bytes;
+    if (priority == FM_PRIORITY_IDLE && most > IDLE_BYTES) {
+        most = IDLE_BYTES;
+    }
+    for (uint64_t at = first; at < end; at += most) {
         const uint64_t rest = end - at;
-        const uint64_t need = rest < stream->options.request_bytes ? rest : stream->options.request_bytes;
+        const uint64_t need = rest < most ? rest : most;
         const uint64_t bytes = (need + FM_IO_ALIGN - 1) & ~(uint64_t)(FM_IO_ALIGN - 1);
         load->pending++;
         if (!fm_io_submit(stream->io, priority, place.file, at, bytes, need, load->region + (at - first), load)) {

@@ -1,5 +1,5 @@
-/* memory.c: memory for slots and ring. Reserved once and kept: giving evicted slots back to the
- * kernel costs more in page faults than it saves. */
+/* memory.c: memory for slots and ring. Reserved once and kept: giving every evicted slot back to the
+ * kernel costs more in page faults than it saves. Only when memory is short, slots are. */
 
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE
@@ -31,6 +31,19 @@ uint8_t *fm_memory_new_zeros(size_t bytes) {
         return NULL;
     }
     return memory;
+}
+
+void fm_memory_drop(uint8_t *memory, size_t bytes) {
+#if defined(MADV_DONTNEED)
+    const uintptr_t page = FM_IO_ALIGN;
+    const uintptr_t begin = ((uintptr_t)memory + page - 1) & ~(page - 1);
+    const uintptr_t end = ((uintptr_t)memory + bytes) & ~(page - 1);
+    if (begin < end) {
+        madvise((void *)begin, end - begin, MADV_DONTNEED);
+    }
+#else
+    (void)memory, (void)bytes;
+#endif
 }
 
 void fm_memory_free(uint8_t *memory, size_t bytes) {

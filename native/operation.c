@@ -41,7 +41,7 @@ static void add_resident(struct operation *op, int32_t group, int32_t expert) {
     if (state == LOAD_FAILED || state == LOAD_EMPTY) {
         fm_load_start(load, group, op->part, expert, FM_PRIORITY_DEMAND);
     } else if (state == LOAD_LOADING) {
-        fm_io_promote(op->stream->io, load);
+        fm_io_promote(op->stream->io, load, FM_PRIORITY_DEMAND);
     }
     slot->pins++;
     add_entry(op, expert, s, load);
@@ -106,7 +106,7 @@ static void start_other_parts(struct operation *op, int32_t group, int32_t first
 static void admit(struct operation *op, int32_t group, const struct fm_routing *routing, const int64_t *n_rows,
                   int32_t n_distinct) {
     const struct group *g = op->group;
-    if (n_distinct <= g->n_slots || routing->n_tokens == 1) {
+    if (n_distinct <= fm_slots_open(g) || routing->n_tokens == 1) {
         for (int32_t e = 0; e < g->n_expert; e++) {
             if (n_rows[e] > 0 && g->slot_of[e] < 0 && !insert(op, group, e, true)) {
                 break;
@@ -114,7 +114,7 @@ static void admit(struct operation *op, int32_t group, const struct fm_routing *
         }
         return;
     }
-    for (int64_t t = routing->n_tokens - 1; t >= 0 && g->n_resident < g->n_slots; t--) {
+    for (int64_t t = routing->n_tokens - 1; t >= 0 && g->n_resident < fm_slots_open(g); t--) {
         for (int64_t k = 0; k < routing->n_used; k++) {
             int32_t e;
             memcpy(&e, routing->ids + t * routing->stride_token + k * routing->stride_used, sizeof e);
@@ -127,10 +127,10 @@ static void admit(struct operation *op, int32_t group, const struct fm_routing *
 
 /* The first operation of a pass through the group: counts, tells the policy, admits. */
 static void begin_pass(struct operation *op, int32_t group, const struct fm_routing *routing, const int64_t *n_rows,
-                       int32_t n_distinct) {
+                       int32_t n_distinct, int32_t n_overtaken) {
     struct fm_stream *stream = op->stream;
     struct group *g = op->group;
-    const uint64_t hits = (uint64_t)op->n;
+    const uint64_t hits = (uint64_t)(op->n - n_overtaken);
     g->lookups += (uint64_t)n_distinct;
     g->hits += hits;
     stream->stats.lookups += (uint64_t)n_distinct;
@@ -150,6 +150,9 @@ static void begin_pass(struct operation *op, int32_t group, const struct fm_rout
     admit(op, group, routing, n_rows, n_distinct);
     start_other_parts(op, group, first_inserted);
     stream->stats.bypassed += (uint64_t)(n_distinct - op->n);
+    if (stream->lookahead != NULL && routing->n_tokens == 1) {
+        fm_lookahead_next(stream, group, routing);
+    }
 }
 
 /* Learns in which order the graph uses the parts, and the groups. */
@@ -172,7 +175,11 @@ static void note_part(struct fm_stream *stream, struct group *group, int32_t par
 static void fill(struct operation *op, int32_t group, const struct fm_routing *routing, const int64_t *n_rows) {
     struct group *g = op->group;
     int32_t n_distinct = 0;
+    int32_t n_overtaken = 0;
     note_part(op->stream, g, op->part);
+    if (op->part == g->lead && op->stream->lookahead != NULL) {
+        n_overtaken = fm_lookahead_settle(op->stream, group, n_rows);
+    }
     for (int32_t e = 0; e < g->n_expert; e++) {
         if (n_rows[e] > 0) {
             n_distinct++;
@@ -182,7 +189,7 @@ static void fill(struct operation *op, int32_t group, const struct fm_routing *r
         }
     }
     if (op->part == g->lead) {
-        begin_pass(op, group, routing, n_rows, n_distinct);
+        begin_pass(op, group, routing, n_rows, n_distinct, n_overtaken);
     }
     sort_by_arrival(op);
 

@@ -78,7 +78,7 @@ void fm_ring_claim(struct fm_stream *stream, struct operation *operation) {
         const bool failed = atomic_load_explicit(&load->state, memory_order_relaxed) == LOAD_FAILED;
         if (load->part == operation->part && !failed && bring_forward(operation, load->expert)) {
             unlink_ahead(stream, buffer);
-            fm_io_promote(stream->io, load);
+            fm_io_promote(stream->io, load, FM_PRIORITY_DEMAND);
             give(operation, buffer, operation->next_ring++);
             stream->stats.ahead_used++;
         } else {

@@ -42,45 +42,66 @@ void fm_slots_route(struct fm_stream *stream, int32_t index, const struct fm_rou
     }
 }
 
+int32_t fm_slots_open(const struct group *group) {
+    return group->n_slots - group->n_closed;
+}
+
 static int32_t empty_slot(const struct group *group) {
-    if (group->n_resident == group->n_slots) {
+    if (group->n_resident == fm_slots_open(group)) {
         return -1;
     }
     for (int32_t s = 0; s < group->n_slots; s++) {
-        if (group->slots[s].expert < 0) {
+        const struct slot *slot = &group->slots[s];
+        /* one whose guess was given up may still be written to */
+        if (slot->expert < 0 && !slot->closed && !is_loading(group, slot)) {
             return s;
         }
     }
     return -1;
 }
 
+void fm_slots_remove(struct fm_stream *stream, int32_t index, int32_t s) {
+    struct group *group = &stream->groups[index];
+    struct slot *slot = &group->slots[s];
+    stream->policy_type->on_remove(stream->policy, index, slot->expert);
+    group->slot_of[slot->expert] = -1;
+    group->n_guessed -= slot->guessed;
+    slot->expert = -1;
+    slot->guessed = slot->stale = false;
+    group->n_resident--;
+    stream->stats.resident_bytes -= group->slot_bytes;
+}
+
 static int32_t evict(struct fm_stream *stream, int32_t index) {
     struct group *group = &stream->groups[index];
+    int32_t expert = -1;
     memset(group->may_leave, 0, (size_t)group->n_expert);
     for (int32_t s = 0; s < group->n_slots; s++) {
         const struct slot *slot = &group->slots[s];
-        if (slot->expert >= 0 && slot->pins == 0 && !is_loading(group, slot)) {
+        if (slot->expert >= 0 && slot->pins == 0 && !slot->guessed && !group->keep[slot->expert] &&
+            !is_loading(group, slot)) {
             group->may_leave[slot->expert] = 1;
+            if (slot->stale) {
+                expert = slot->expert;
+            }
         }
     }
-    const int32_t expert = stream->policy_type->victim(stream->policy, index, group->may_leave);
+    if (expert < 0) {
+        expert = stream->policy_type->victim(stream->policy, index, group->may_leave);
+    }
     if (expert < 0 || expert >= group->n_expert || !group->may_leave[expert]) {
         return -1;
     }
-    stream->policy_type->on_remove(stream->policy, index, expert);
     const int32_t s = group->slot_of[expert];
-    group->slot_of[expert] = -1;
-    group->slots[s].expert = -1;
-    group->n_resident--;
+    fm_slots_remove(stream, index, s);
     group->evicted++;
     stream->stats.evicted++;
-    stream->stats.resident_bytes -= group->slot_bytes;
     return s;
 }
 
 int32_t fm_slots_insert(struct fm_stream *stream, int32_t index, int32_t expert, bool may_evict) {
     struct group *group = &stream->groups[index];
-    if (group->n_slots == 0) {
+    if (fm_slots_open(group) == 0) {
         return -1;
     }
     int32_t s = empty_slot(group);
@@ -102,6 +123,8 @@ int32_t fm_slots_insert(struct fm_stream *stream, int32_t index, int32_t expert,
 bool fm_slots_verify(struct fm_stream *stream, int32_t index) {
     const struct group *group = &stream->groups[index];
     int32_t n = 0;
+    int32_t n_closed = 0;
+    int32_t n_guessed = 0;
     for (int32_t s = 0; s < group->n_slots; s++) {
         const struct slot *slot = &group->slots[s];
         if (slot->pins < 0 || (slot->pins > 0 && stream->active == NULL)) {
@@ -112,10 +135,15 @@ bool fm_slots_verify(struct fm_stream *stream, int32_t index) {
             if ((load->pending > 0) != (load->state == LOAD_LOADING)) {
                 return false;
             }
-            if (load->state == LOAD_LOADING && load->expert != slot->expert) {
+            if (load->state == LOAD_LOADING && load->expert != slot->expert && !load->given_up) {
                 return false;
             }
         }
+        if (slot->closed && slot->expert >= 0) {
+            return false;
+        }
+        n_closed += slot->closed;
+        n_guessed += slot->guessed;
         if (slot->expert >= 0) {
             n++;
             if (slot->expert >= group->n_expert || group->slot_of[slot->expert] != s) {
@@ -129,9 +157,51 @@ bool fm_slots_verify(struct fm_stream *stream, int32_t index) {
             return false;
         }
         group->may_leave[e] = s >= 0;
+        if (group->keep[e]) {
+            return false;
+        }
     }
-    if (n != group->n_resident) {
+    if (n != group->n_resident || n_closed != group->n_closed || n_guessed != group->n_guessed) {
         return false;
     }
     return stream->policy == NULL || stream->policy_type->verify(stream->policy, index, group->may_leave);
+}
+
+/* Gives the memory of slots back until only n are open, or takes it again. */
+static void resize(struct fm_stream *stream, int32_t index, int32_t n) {
+    struct group *group = &stream->groups[index];
+    while (fm_slots_open(group) > n) {
+        int32_t s = empty_slot(group);
+        if (s < 0) {
+            s = evict(stream, index);
+        }
+        if (s < 0) {
+            break; /* all are in use: the next call finds them free */
+        }
+        struct slot *slot = &group->slots[s];
+        slot->closed = true;
+        group->n_closed++;
+        stream->stats.slot_bytes -= group->slot_bytes;
+        fm_memory_drop(slot->loads[0].region - group->parts[0].region_offset, group->slot_bytes);
+    }
+    for (int32_t s = 0; s < group->n_slots && fm_slots_open(group) < n; s++) {
+        if (group->slots[s].closed) {
+            group->slots[s].closed = false;
+            group->n_closed--;
+            stream->stats.slot_bytes += group->slot_bytes;
+        }
+    }
+    if (stream->policy_type->resize != NULL) {
+        stream->policy_type->resize(stream->policy, index, fm_slots_open(group));
+    }
+}
+
+int32_t fm_stream_resize(fm_stream *stream, const int32_t *n_slots) {
+    pthread_mutex_lock(&stream->lock);
+    const bool started = stream->policy != NULL;
+    for (int32_t g = 0; started && g < stream->n_groups; g++) {
+        resize(stream, g, n_slots[g]);
+    }
+    pthread_mutex_unlock(&stream->lock);
+    return started ? FM_OK : fm_fail(FM_BAD_STATE, "the stream has not started");
 }

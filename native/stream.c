@@ -160,7 +160,9 @@ static bool open_group(struct group *group) {
     group->may_leave = malloc((size_t)group->n_expert);
     group->seen = calloc((size_t)group->n_expert, sizeof *group->seen);
     group->in_batch = malloc((size_t)group->n_expert);
-    if (group->slot_of == NULL || group->may_leave == NULL || group->seen == NULL || group->in_batch == NULL) {
+    group->keep = calloc((size_t)group->n_expert, 1);
+    if (group->slot_of == NULL || group->may_leave == NULL || group->seen == NULL || group->in_batch == NULL ||
+        group->keep == NULL) {
         return false;
     }
     for (int32_t e = 0; e < group->n_expert; e++) {
@@ -289,7 +291,7 @@ int32_t fm_stream_group_stats(fm_stream *stream, int32_t index, struct fm_group_
         .layer = group->layer,
         .family = group->family,
         .n_expert = group->n_expert,
-        .n_slots = group->n_slots,
+        .n_slots = fm_slots_open(group),
         .n_resident = group->n_resident,
         .n_bound = group->n_bound,
         .lookups = group->lookups,
@@ -350,8 +352,10 @@ void fm_stream_free(fm_stream *stream) {
         free(group->may_leave);
         free(group->seen);
         free(group->in_batch);
+        free(group->keep);
     }
     free(stream->groups);
+    fm_lookahead_free(stream->lookahead);
     if (stream->policy != NULL) {
         stream->policy_type->destroy(stream->policy);
     }

@@ -32,6 +32,7 @@ struct load {
     struct fm_stream *stream;
     struct ring_buffer *ring; /* NULL: belongs to a slot */
     bool fills;               /* read in the background, see fill.c */
+    bool given_up;            /* a guess whose queued reads were cancelled: what arrives is not whole */
 };
 
 struct part {
@@ -52,6 +53,9 @@ struct part {
 struct slot {
     int32_t expert; /* -1: empty */
     int32_t pins;   /* operations that use it */
+    bool closed;    /* its memory was given back */
+    bool guessed;   /* read by lookahead, and its group has not been passed since */
+    bool stale;     /* a guess that was wrong: leaves first */
     struct load loads[FM_MAX_PARTS];
 };
 
@@ -65,10 +69,13 @@ struct group {
     size_t slot_bytes;
 
     int32_t n_slots;
+    int32_t n_closed; /* of which cannot be used now */
     int32_t n_resident;
+    int32_t n_guessed;
     struct slot *slots;  /* [n_slots] */
     int32_t *slot_of;    /* [n_expert]; -1: not resident */
     uint8_t *may_leave;  /* [n_expert] scratch for the policy */
+    uint8_t *keep;       /* [n_expert] likely to be used next; all zero except while guessing */
     int64_t *seen;       /* [n_expert] scratch: last token that was counted */
     int64_t seen_token;
 
@@ -143,6 +150,8 @@ struct fm_stream {
     int32_t fill_group;
     int32_t fill_expert;
 
+    struct fm_lookahead *lookahead; /* NULL: off */
+
     struct operation *active;
     struct operation *idle;
     struct operation *zeros_operation; /* for all operations at once that cannot run; has no entries */
@@ -154,6 +163,8 @@ struct fm_stream {
 /* memory.c: anonymous memory on huge pages where offered; NULL with a message. */
 uint8_t *fm_memory_new(size_t bytes);
 uint8_t *fm_memory_new_zeros(size_t bytes);
+/* Gives the pages that lie wholly inside back to the system; they read as zeros afterwards. */
+void fm_memory_drop(uint8_t *memory, size_t bytes);
 void fm_memory_free(uint8_t *memory, size_t bytes);
 
 /* load.c: where one expert of a part begins. */
@@ -174,7 +185,18 @@ void fm_fill_more(struct fm_stream *stream);
 void fm_slots_route(struct fm_stream *stream, int32_t group, const struct fm_routing *routing);
 /* A slot for an expert that is not resident, or -1: every slot is in use or loading. */
 int32_t fm_slots_insert(struct fm_stream *stream, int32_t group, int32_t expert, bool may_evict);
+/* Takes the expert of a slot out, whoever it is. */
+void fm_slots_remove(struct fm_stream *stream, int32_t group, int32_t slot);
+/* Slots that can be used now. */
+int32_t fm_slots_open(const struct group *group);
 bool fm_slots_verify(struct fm_stream *stream, int32_t group);
+
+/* lookahead.c. All with the lock held. */
+/* The group is passed: settles its guesses. Returns how many right ones are still on their way. */
+int32_t fm_lookahead_settle(struct fm_stream *stream, int32_t group, const int64_t *n_rows);
+/* The routing of a decoded token at this group is known: learns, and guesses for the next group. */
+void fm_lookahead_next(struct fm_stream *stream, int32_t group, const struct fm_routing *routing);
+void fm_lookahead_free(struct fm_lookahead *lookahead);
 
 /* ring.c. All with the lock held. */
 void fm_ring_claim(struct fm_stream *stream, struct operation *operation);

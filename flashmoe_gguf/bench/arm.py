@@ -35,6 +35,7 @@ class Arm:
     n_slots: int | None = None
     policy: str = "auto"
     io: str = "auto"
+    lookahead: str = "auto"
 
 
 def load(arm: Arm) -> Any:
@@ -56,6 +57,7 @@ def load(arm: Arm) -> Any:
             n_slots=arm.n_slots,
             policy=arm.policy,
             io=arm.io,
+            lookahead=arm.lookahead,
             **options,
         )
     from flashmoe_gguf.stock import plain_llama, without_repacking
@@ -112,6 +114,7 @@ def run(arm: Arm) -> dict[str, Any]:
             "lookups": delta.lookups,
             "bytes_read": delta.bytes_read,
             "read_amplification": delta.bytes_read / max(delta.missed_bytes, 1),
+            "x_guesses": [delta.guesses, delta.guesses_used, delta.guesses_wasted, delta.guesses_overtaken],
             "wait_share": delta.wait_seconds / total,
         }
     llm.close()

@@ -163,7 +163,7 @@ TEST(promote_moves_ahead_reads_behind_the_demanded) {
     submit(io, FM_PRIORITY_AHEAD, 'y');
     submit(io, FM_PRIORITY_AHEAD, 'x');
     submit(io, FM_PRIORITY_DEMAND, 'a');
-    fm_io_promote(io, &owners['x']);
+    fm_io_promote(io, &owners['x'], FM_PRIORITY_DEMAND);
     CHECK_EQUAL(fm_io_cancel(io, &owners['x']), 0); /* wanted now */
     submit(io, FM_PRIORITY_DEMAND, 'b');
     submit(io, FM_PRIORITY_AHEAD, 'z');
