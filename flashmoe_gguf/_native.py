@@ -308,9 +308,12 @@ class NativeStream:
         return stats
 
     def group_counts(self, group: int) -> GroupCounts:
-        """The counters of one group."""
+        """The counters of one group; may be asked by any thread, also while closing."""
         stats = self._ffi.new("struct fm_group_stats *")
-        self._check(self._lib.fm_stream_group_stats(self._stream, group, stats))
+        with self._closing:
+            if self._stream == self._ffi.NULL:
+                raise FlashMoEError("the model is closed")
+            self._check(self._lib.fm_stream_group_stats(self._stream, group, stats))
         return GroupCounts(
             layer=stats.layer,
             n_expert=stats.n_expert,
@@ -321,6 +324,26 @@ class NativeStream:
             hits=stats.hits,
             evicted=stats.evicted,
         )
+
+    def experts(
+        self, group: int, n_expert: int
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
+        """(resident, uses) of a group, each [n_expert]: 1 for experts that have a slot now, and how
+        many tokens have used each since the start. Any thread may ask, also while closing.
+        """
+        resident, uses = np.zeros(n_expert, np.uint8), np.zeros(n_expert, np.uint64)
+        with self._closing:
+            if self._stream == self._ffi.NULL:
+                raise FlashMoEError("the model is closed")
+            self._check(
+                self._lib.fm_stream_experts(
+                    self._stream,
+                    group,
+                    self._ffi.from_buffer("uint8_t[]", resident),
+                    self._ffi.from_buffer("uint64_t[]", uses),
+                )
+            )
+        return resident, uses
 
     def take_error(self) -> LatchedError | None:
         """The latched error, which this clears; None when nothing failed."""

@@ -30,7 +30,7 @@ from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
 from flashmoe_gguf.host import default_budget, process_memory
 from flashmoe_gguf.libs import load_llama_cpp
 from flashmoe_gguf.store import Geometry, read_geometry
-from flashmoe_gguf.streaming import ExpertStream, Stats, untouched_slot_bytes
+from flashmoe_gguf.streaming import ExpertStream, ExpertUse, Stats, untouched_slot_bytes
 
 load_llama_cpp("patched")  # llama_cpp picks its libraries when it is imported
 
@@ -302,6 +302,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     def stats(self) -> Stats | None:
         """The cache's counters; None when the model is not streamed."""
         return self._experts.stats() if self._experts is not None else None
+
+    def expert_use(self) -> list[ExpertUse]:
+        """Counters and use of experts per layer; empty when the model is not streamed."""
+        return self._experts.use() if self._experts is not None else []
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]

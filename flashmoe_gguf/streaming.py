@@ -98,6 +98,16 @@ class Lookahead:
 
 AUTO_LOOKAHEAD = Lookahead("router", 1, True)
 
+class ExpertUse:
+    """One group's counters, and per expert, each [n_expert]: whether it has a slot now (0 or 1), and
+    how many tokens have used it since the model was loaded.
+    """
+
+    counts: GroupCounts
+    resident: npt.NDArray[np.uint8]
+    uses: npt.NDArray[np.uint64]
+
+
 _NAMES = [f.name for f in fields(Stats)]
 _COUNTERS = _NAMES[_NAMES.index("tokens") :]
 
@@ -236,6 +246,14 @@ class ExpertStream:
     def groups(self) -> list[GroupCounts]:
         """Counters per group, in the geometry's order."""
         return [self.native.group_counts(i) for i in range(len(self.geometry.groups))]
+
+    def use(self) -> list[ExpertUse]:
+        """Counters and experts per group that the loaded model uses, in the geometry's order."""
+        return [
+            ExpertUse(counts, *self.native.experts(i, counts.n_expert))
+            for i, counts in enumerate(self.groups())
+            if counts.n_bound
+        ]
 
     def check_process(self) -> None:
         """Raises FlashMoEError in a child that was forked after loading: threads do not follow."""

@@ -157,6 +157,8 @@ int32_t fm_stream_lookahead(fm_stream *stream, const char *predictor, int32_t wi
 
 void fm_stream_stats(fm_stream *stream, struct fm_stats *stats);
 int32_t fm_stream_group_stats(fm_stream *stream, int32_t group, struct fm_group_stats *stats);
+/* Per expert of a group, each [n_expert]: 1 when it has a slot now, and how many tokens have used it since the start. */
+int32_t fm_stream_experts(fm_stream *stream, int32_t group, uint8_t *resident, uint64_t *uses);
 /* Copies and clears the latched error; returns 1 when there was one. */
 int32_t fm_stream_take_error(fm_stream *stream, struct fm_error *error);
 /* Checks every invariant of cache and policy; FM_OK or FM_BAD_STATE. */

@@ -32,6 +32,7 @@ void fm_slots_route(struct fm_stream *stream, int32_t index, const struct fm_rou
                 continue;
             }
             group->seen[e] = token;
+            group->uses[e]++;
             if (group->slot_of[e] >= 0) {
                 stream->policy_type->on_hit(stream->policy, index, e);
             } else {

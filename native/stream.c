@@ -161,8 +161,9 @@ static bool open_group(struct group *group) {
     group->seen = calloc((size_t)group->n_expert, sizeof *group->seen);
     group->in_batch = malloc((size_t)group->n_expert);
     group->keep = calloc((size_t)group->n_expert, 1);
+    group->uses = calloc((size_t)group->n_expert, sizeof *group->uses);
     if (group->slot_of == NULL || group->may_leave == NULL || group->seen == NULL || group->in_batch == NULL ||
-        group->keep == NULL) {
+        group->keep == NULL || group->uses == NULL) {
         return false;
     }
     for (int32_t e = 0; e < group->n_expert; e++) {
@@ -302,6 +303,20 @@ int32_t fm_stream_group_stats(fm_stream *stream, int32_t index, struct fm_group_
     return FM_OK;
 }
 
+int32_t fm_stream_experts(fm_stream *stream, int32_t index, uint8_t *resident, uint64_t *uses) {
+    if (index < 0 || index >= stream->n_groups || stream->ring == NULL) {
+        return fm_fail(FM_BAD_ARGUMENT, "there is no group %d, or the stream is not open", index);
+    }
+    pthread_mutex_lock(&stream->lock);
+    const struct group *group = &stream->groups[index];
+    for (int32_t e = 0; e < group->n_expert; e++) {
+        resident[e] = group->slot_of[e] >= 0;
+        uses[e] = group->uses[e];
+    }
+    pthread_mutex_unlock(&stream->lock);
+    return FM_OK;
+}
+
 int32_t fm_stream_take_error(fm_stream *stream, struct fm_error *error) {
     pthread_mutex_lock(&stream->lock);
     const int32_t had = stream->error.count > 0;
@@ -353,6 +368,7 @@ void fm_stream_free(fm_stream *stream) {
         free(group->seen);
         free(group->in_batch);
         free(group->keep);
+        free(group->uses);
     }
     free(stream->groups);
     fm_lookahead_free(stream->lookahead);

@@ -78,6 +78,7 @@ struct group {
     uint8_t *keep;       /* [n_expert] likely to be used next; all zero except while guessing */
     int64_t *seen;       /* [n_expert] scratch: last token that was counted */
     int64_t seen_token;
+    uint64_t *uses;      /* [n_expert] tokens that have used it */
 
     int32_t lead;                    /* the part that is used first in a pass; -1 until seen */
     int32_t last_part;               /* used last */

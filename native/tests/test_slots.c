@@ -100,6 +100,26 @@ TEST(a_token_counts_an_expert_once) {
     model_free(&model);
 }
 
+/* Uses count tokens, also in batches; an expert keeps its count when it leaves. */
+TEST(experts_tell_their_use) {
+    struct model model;
+    create(&model, 2, "lru");
+    TOKEN(0, 1);
+    TOKEN(2, 0);
+    run_group(&model, 0, (const int32_t[]){0, 3, 0, 3, 3, 3}, 2, 3);
+    uint8_t resident[8];
+    uint64_t uses[8];
+    CHECK_EQUAL(fm_stream_experts(model.stream, 0, resident, uses), FM_OK);
+    const uint64_t expected[8] = {4, 1, 1, 3, 0, 0, 0, 0};
+    for (int e = 0; e < 8; e++) {
+        CHECK_EQUAL(uses[e], expected[e]);
+        CHECK_EQUAL(resident[e], model_is_resident(&model, 0, e));
+    }
+    CHECK_EQUAL(fm_stream_experts(model.stream, 1, resident, uses), FM_BAD_ARGUMENT);
+    CHECK_EQUAL(fm_stream_experts(model.stream, -1, resident, uses), FM_BAD_ARGUMENT);
+    model_free(&model);
+}
+
 TEST(all_experts_fit) {
     struct model model;
     create(&model, 8, "lru");
