@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from flashmoe_gguf.errors import BudgetError, FlashMoEError, LibraryError, OptionError
 from flashmoe_gguf.libs import library_dir, load_llama_cpp
+from flashmoe_gguf.trace import Rows
 
 IO_MODES = ("auto", "direct", "buffered")
 VERIFY_MODES = ("first", "always", "off")
@@ -166,6 +167,15 @@ class GroupCounts:
     lookups: int
     hits: int
     evicted: int
+
+
+@dataclass(frozen=True)
+class TraceCounts:
+    """Rows of a recording: since its start, not yet taken, and lost for want of room."""
+
+    rows: int
+    waiting: int
+    lost: int
 
 
 class NativeStream:
@@ -344,6 +354,53 @@ class NativeStream:
                 )
             )
         return resident, uses
+
+    def begin_sequence(self) -> None:
+        """Tells policy and recording that the tokens computed next are another request's."""
+        self._lib.fm_stream_begin_sequence(self._stream)
+
+    def start_trace(self, k: int, max_rows: int, with_probs: bool) -> None:
+        """Begins to record up to k experts of each token in every group."""
+        self._check(self._lib.fm_trace_start(self._stream, k, max_rows, int(with_probs)))
+
+    def set_phase(self, answering: bool) -> None:
+        """Whether the tokens recorded next are an answer's or a prompt's."""
+        self._lib.fm_trace_set_phase(self._stream, int(answering))
+
+    def trace_counts(self) -> TraceCounts:
+        """How much was recorded; all 0 when nothing is."""
+        counts = self._ffi.new("struct fm_trace_counts *")
+        self._lib.fm_trace_count(self._stream, counts)
+        return TraceCounts(counts.rows, counts.waiting, counts.lost)
+
+    def cut_trace(self, rows: int) -> None:
+        """Forgets all rows but the first `rows` since the start; rows that were taken stay."""
+        self._lib.fm_trace_cut(self._stream, rows)
+
+    def take_trace(self, n_groups: int, k: int, with_probs: bool) -> Rows:
+        """Moves all rows out that wait. Between two decodes."""
+        n = self.trace_counts().waiting
+        rows = Rows(
+            np.empty((n, n_groups, k), np.uint16),
+            np.empty((n, n_groups, k), np.float32) if with_probs else None,
+            np.empty(n, np.uint8),
+            np.empty(n, np.uint8),
+        )
+        buffer = self._ffi.from_buffer
+        self._lib.fm_trace_take(
+            self._stream,
+            n,
+            buffer("uint16_t[]", rows.ids),
+            self._ffi.NULL if rows.probs is None else buffer("float[]", rows.probs),
+            buffer("uint8_t[]", rows.phases),
+            buffer("uint8_t[]", rows.starts),
+        )
+        return rows
+
+    def probs_callback(self) -> tuple[int, int]:
+        """Addresses of an eval callback for llama.cpp and of its user data."""
+        function = self._ffi.cast("uintptr_t", self._lib.fm_hooks_probs_callback())
+        return int(function), int(self._ffi.cast("uintptr_t", self._stream))
 
     def take_error(self) -> LatchedError | None:
         """The latched error, which this clears; None when nothing failed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 import weakref
 from collections import deque
@@ -29,8 +30,10 @@ from flashmoe_gguf.budget import (
 from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
 from flashmoe_gguf.host import default_budget, process_memory
 from flashmoe_gguf.libs import load_llama_cpp
+from flashmoe_gguf.recording import Recording, used_experts
 from flashmoe_gguf.store import Geometry, read_geometry
 from flashmoe_gguf.streaming import ExpertStream, ExpertUse, Stats, untouched_slot_bytes
+from flashmoe_gguf.trace import check_target, write_trace
 
 load_llama_cpp("patched")  # llama_cpp picks its libraries when it is imported
 
@@ -68,6 +71,8 @@ class _Options(NamedTuple):
     stream: bool
     verify: str
     lookahead: str | int
+    trace: str | None
+    trace_probs: bool
 
 
 class _Eval(NamedTuple):
@@ -94,6 +99,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
       or "off".
     - lookahead: reading experts of the next layer before its router has run: "auto" (while it
       is measured to gain), "off", or how many per layer at most.
+    - trace: a file for the routing of everything that is computed, see `flashmoe_gguf.trace`;
+      written by `close()` and `save_trace()`. About 2 bytes of memory per expert and token.
+    - trace_probs: with the router's probabilities, which slows decoding a little.
     - progress: called with 0..1 while dense weights load; what it raises ends the loading.
 
     A model without routed experts is loaded as llama_cpp does; `is_streamed` says which it was.
@@ -117,25 +125,41 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         stream: bool = True,
         verify: str = "first",
         lookahead: str | int = "auto",
+        trace: str | os.PathLike[str] | None = None,
+        trace_probs: bool = False,
         progress: Progress | None = None,
         **kwargs: Any,
     ) -> None:
         self._experts: ExpertStream | None = None
+        self._recording: Recording | None = None
+        self._computed_to = 0
         self._progress = progress
         self._stopped_by: BaseException | None = None
         self._running: _Eval | None = None
         self._parts_per_pass = 0
         self._plan: Plan | None = None
-        self._options = _Options(ram, policy, io, n_slots, stream, verify, lookahead)
+        target = os.fspath(trace) if trace is not None else None
+        self._options = _Options(
+            ram, policy, io, n_slots, stream, verify, lookahead, target, trace_probs
+        )
         check_arguments(
             model_path, None if parse_ram(ram) is None else ram, n_slots, kwargs, llama_cpp.Llama
         )
+        if target is not None:
+            check_target(Path(target))
+        elif trace_probs:
+            raise OptionError("trace_probs needs trace", "give the file: trace=")
         self.geometry: Geometry = read_geometry(model_path)
         try:
             if stream and self.geometry.is_moe and not kwargs.get("vocab_only"):
                 refuse_unstreamable(kwargs)
                 with _one_at_a_time:  # what a load takes is measured by what the process grows
                     self._load_streamed(str(model_path), kwargs)
+            elif trace is not None:
+                raise OptionError(
+                    "there is no routing to record: the model is not streamed",
+                    "leave trace out, or load a model with routed experts",
+                )
             else:
                 self._load(str(model_path), kwargs)
         except BaseException:
@@ -160,7 +184,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
             _recent_errors.lines = None
 
     def _load_streamed(self, model_path: str, kwargs: dict[str, Any]) -> None:
-        ram, policy, io, n_slots, _, verify, lookahead = self._options
+        ram, policy, io, n_slots, _, verify, lookahead, trace, trace_probs = self._options
         ram_bytes = parse_ram(ram) or default_budget().limit_bytes
         process_bytes = process_memory()[0] + untouched_slot_bytes()
         self._experts = ExpertStream(
@@ -189,19 +213,38 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         else:
             self._plan = fixed_slots_plan(fixed, costs, n_slots)
         self._experts.start(self._plan.slots, self._plan.ram_bytes)
-        self._parts_per_pass = sum(g.n_bound for g in self._experts.groups())
+        n_bound = [g.n_bound for g in self._experts.groups()]
+        self._parts_per_pass = sum(n_bound)
+        if trace is not None:
+            k = used_experts(self.geometry, kwargs.get("kv_overrides"))
+            self._recording = Recording(
+                self._experts.native, self.geometry, n_bound, k, trace_probs
+            )
         self._watch_context()
 
     def eval(self, tokens: Sequence[int]) -> None:
         """As llama_cpp.Llama.eval; `eval_progress` can watch it from another thread."""
         self._need_open()
+        self._begin(len(tokens))
         self._running = _Eval(
             self.n_tokens, len(tokens), self._operations(), self._count_operations(len(tokens))
         )
         try:
             super().eval(tokens)
+            self._computed_to = self.n_tokens
         finally:
             self._running = None
+
+    def _begin(self, n_tokens: int) -> None:
+        """Says whether another request begins: from nothing, or from less than half of what was
+        there (most prompts share their first tokens).
+        """
+        if self._experts is None:
+            return
+        if 2 * self.n_tokens < self._computed_to or self.n_tokens == 0:
+            self._experts.native.begin_sequence()
+        if self._recording is not None:
+            self._recording.set_phase(answering=n_tokens == 1 and self.n_tokens > 0)
 
     def eval_progress(self) -> tuple[float, int] | None:
         """(tokens done, tokens in all) of the eval that is running; None when none is.
@@ -242,7 +285,19 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         if self._ctx.ctx is None:
             raise FlashMoEError("the model is closed", "load it again")
 
-    # llama_cpp builds this struct inside its constructor; this is where its defaults are adjusted.
+    # llama_cpp builds these structs inside its constructor; here their defaults are adjusted.
+    @property
+    def context_params(self) -> Any:
+        return self._context_params
+
+    @context_params.setter
+    def context_params(self, params: Any) -> None:
+        if self._experts is not None and self._options.trace and self._options.trace_probs:
+            function, stream = self._experts.native.probs_callback()
+            callback = ctypes.cast(function, llama_cpp.ggml_backend_sched_eval_callback)
+            params.cb_eval, params.cb_eval_user_data = callback, stream
+        self._context_params = params
+
     @property
     def model_params(self) -> Any:
         return self._model_params
@@ -307,17 +362,32 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         """Counters and use of experts per layer; empty when the model is not streamed."""
         return self._experts.use() if self._experts is not None else []
 
+    def save_trace(self) -> None:
+        """Writes the routing recorded so far to `trace`, which goes on; not while computing.
+
+        Raises OptionError when nothing is recorded, TraceError when the file cannot be written.
+        """
+        if self._recording is None or self._options.trace is None:
+            raise OptionError("no routing is recorded", "give trace= when loading the model")
+        write_trace(Path(self._options.trace), self._recording.trace())
+
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, **self._options._asdict()}
+        # a copy would write to the same file
+        return {**state, **self._options._replace(trace=None)._asdict()}
 
     def close(self) -> None:
-        """Frees the model, then the cache that it reads from."""
-        if hasattr(self, "_stack"):
-            super().close()
-        experts, self._experts = getattr(self, "_experts", None), None
-        if experts is not None:
-            experts.close()
+        """Frees the model, then the cache that it reads from. Writes the trace, if there is one."""
+        try:
+            if getattr(self, "_recording", None) is not None:
+                self.save_trace()
+        finally:
+            self._recording = None
+            if hasattr(self, "_stack"):
+                super().close()
+            experts, self._experts = getattr(self, "_experts", None), None
+            if experts is not None:
+                experts.close()
 
 
 def _checked(owner: weakref.ref[Llama], compute: Callable[..., None]) -> Callable[[Any], None]:
@@ -329,16 +399,21 @@ def _checked(owner: weakref.ref[Llama], compute: Callable[..., None]) -> Callabl
         if llm is None or experts is None:
             raise FlashMoEError("the model is closed", "load it again")
         experts.check_process()
+        recording = llm._recording
         try:
             try:
                 compute(llm._ctx, batch)
             finally:
                 experts.raise_error()  # also when llama.cpp gave up: this is why
-        except FlashMoEError:
-            if llm._is_recurrent or llm._is_hybrid:
+        except BaseException as error:
+            if recording is not None:
+                recording.cut()
+            if isinstance(error, FlashMoEError) and (llm._is_recurrent or llm._is_hybrid):
                 # a recurrent state cannot go back by a few tokens
                 llm.reset()  # type: ignore[no-untyped-call]
             raise
+        if recording is not None:
+            recording.drain()
 
     return checked
 

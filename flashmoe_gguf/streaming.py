@@ -98,9 +98,10 @@ class Lookahead:
 
 AUTO_LOOKAHEAD = Lookahead("router", 1, True)
 
+
 class ExpertUse:
-    """One group's counters, and per expert, each [n_expert]: whether it has a slot now (0 or 1), and
-    how many tokens have used it since the model was loaded.
+    """One group's counters, and per expert, each [n_expert]: whether it has a slot now (0 or 1),
+    and how many tokens have used it since the model was loaded.
     """
 
     counts: GroupCounts

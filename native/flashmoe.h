@@ -194,6 +194,31 @@ int64_t fm_simulation_run(fm_simulation *simulation, int64_t n_tokens);
 /* counts[n_layers] so far; FM_BAD_STATE when the policy's invariants are broken. */
 int32_t fm_simulation_counts(const fm_simulation *simulation, struct fm_layer_counts *counts);
 void fm_simulation_free(fm_simulation *simulation);
+/* The tokens that are computed next belong to another request: tells the policy and the trace. */
+void fm_stream_begin_sequence(fm_stream *stream);
+
+/* Recording which experts each token uses: a row per token, in the order of computing, [n_groups][k]
+ * ids in the router's order; 0xFFFF where a token used fewer. Rows wait until they are taken, at
+ * most max_rows of them; what finds no room is counted as lost. For one context at a time. */
+struct fm_trace_counts {
+    uint64_t rows;    /* since the start */
+    uint64_t waiting; /* of which can be taken */
+    uint64_t lost;
+};
+int32_t fm_trace_start(fm_stream *stream, int32_t k, uint64_t max_rows, int32_t with_probs);
+void fm_trace_stop(fm_stream *stream);
+/* What the rows to come are marked with: 0 prompt, 1 answer. */
+void fm_trace_set_phase(fm_stream *stream, int32_t phase);
+void fm_trace_count(fm_stream *stream, struct fm_trace_counts *counts);
+/* Forgets all rows but the first so many, which were of a decode that failed. */
+void fm_trace_cut(fm_stream *stream, uint64_t rows);
+/* Moves up to max_rows of the oldest rows out: ids and probs [rows][n_groups][k], phases and starts
+ * (1 where a sequence begins) [rows]; NULL: not wanted. Between two decodes. Returns how many. */
+uint64_t fm_trace_take(fm_stream *stream, uint64_t max_rows, uint16_t *ids, float *probs, uint8_t *phases, uint8_t *starts);
+/* The router's probabilities [n_tokens][n_used] of a layer's pass that comes next. */
+void fm_trace_probs(fm_stream *stream, int32_t layer, const float *probs, int64_t n_used, int64_t n_tokens);
+/* llama.cpp's eval callback (cb_eval, user data: the stream) that calls it. */
+void *fm_hooks_probs_callback(void);
 
 /* The one model that this thread loads next gets its expert tensors from `stream`, which is open;
  * NULL ends it, in the same thread and before that model is freed. */

@@ -270,6 +270,46 @@ static const struct ggml_cpu_expert_source expert_source = {
     .release = fm_operation_release,
 };
 
+/* llm_graph_context::build_moe_ffn names so what it takes from the router's probabilities for the
+ * chosen experts, [1, n_used, n_tokens]; the second only where a softmax over the chosen ones follows. */
+static const char *const probs_names[] = {"ffn_moe_weights-", "ffn_moe_weights_softmax-"};
+
+/* The layer of such a node; -1: another node. */
+static int32_t probs_layer(const struct ggml_tensor *node) {
+    for (size_t i = 0; i < sizeof probs_names / sizeof probs_names[0]; i++) {
+        const size_t length = strlen(probs_names[i]);
+        char *end;
+        if (strncmp(node->name, probs_names[i], length) == 0) {
+            const long layer = strtol(node->name + length, &end, 10);
+            return *end == '\0' && end != node->name + length ? (int32_t)layer : -1;
+        }
+    }
+    return -1;
+}
+
+static bool on_node(struct ggml_tensor *node, bool ask, void *user_data) {
+    const int32_t layer = probs_layer(node);
+    if (ask) {
+        return layer >= 0;
+    }
+    if (layer >= 0 && node->type == GGML_TYPE_F32 && node->ne[0] == 1 && node->ne[3] == 1 && ggml_is_contiguous(node)) {
+        float *probs = malloc(ggml_nbytes(node));
+        if (probs != NULL) {
+            ggml_backend_tensor_get(node, probs, 0, ggml_nbytes(node)); /* it may be on another device */
+            fm_trace_probs(user_data, layer, probs, node->ne[1], node->ne[2]);
+            free(probs);
+        }
+    }
+    return true;
+}
+
+void *fm_hooks_probs_callback(void) {
+    bool (*callback)(struct ggml_tensor *, bool, void *) = on_node;
+    void *address;
+    memcpy(&address, &callback, sizeof address); /* ISO C has no cast for this */
+    return address;
+}
+
 static void register_source(void) {
     ggml_cpu_set_expert_source(&expert_source);
 }

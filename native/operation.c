@@ -145,6 +145,9 @@ static void begin_pass(struct operation *op, int32_t group, const struct fm_rout
     if (group == 0) {
         stream->stats.tokens += (uint64_t)routing->n_tokens;
     }
+    if (stream->trace != NULL) {
+        fm_trace_pass(stream, group, routing);
+    }
     fm_slots_route(stream, group, routing);
     const int32_t first_inserted = op->n;
     admit(op, group, routing, n_rows, n_distinct);

@@ -372,6 +372,7 @@ void fm_stream_free(fm_stream *stream) {
     }
     free(stream->groups);
     fm_lookahead_free(stream->lookahead);
+    fm_trace_stop(stream);
     if (stream->policy != NULL) {
         stream->policy_type->destroy(stream->policy);
     }

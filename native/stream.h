@@ -136,6 +136,7 @@ struct fm_stream {
 
     const struct fm_policy_type *policy_type;
     struct fm_policy *policy;
+    struct trace *trace; /* NULL: not recorded */
 
     uint8_t *slot_memory;
     size_t slot_memory_bytes;
@@ -178,6 +179,9 @@ void fm_load_latch(struct fm_stream *stream, const struct load *load, enum fm_st
 
 /* checksum.c: XXH3-64. */
 uint64_t fm_checksum(const void *data, size_t bytes);
+
+/* trace.c, with the lock held and stream->trace there: one pass through a group. */
+void fm_trace_pass(struct fm_stream *stream, int32_t group, const struct fm_routing *routing);
 
 /* fill.c, with the lock held: goes on reading in the background. */
 void fm_fill_more(struct fm_stream *stream);

@@ -18,6 +18,8 @@ NO_EXPERT = 0xFFFF
 
 Experts = npt.NDArray[np.uint16]
 
+_ARRAYS = ("experts", "seq", "n_expert", "layers", "probs", "fingerprint", "phase")
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -30,6 +32,10 @@ class Trace:
     - layers [n_layers]: the model's layer that each column stands for.
     - probs [n_tokens, n_layers, k]: the router's probability of each of these experts, or None.
     - fingerprint: of the model; empty when not known.
+    - phase [n_tokens]: 0 for tokens of a prompt, 1 for those of an answer, or None.
+
+    llama.cpp computes a model's last layer only for tokens that give logits, so prompt tokens have
+    NO_EXPERT there, but for the last one.
     """
 
     experts: Experts
@@ -38,6 +44,7 @@ class Trace:
     layers: npt.NDArray[np.int32]
     probs: npt.NDArray[np.float16] | None = None
     fingerprint: str = ""
+    phase: npt.NDArray[np.uint8] | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -64,6 +71,22 @@ class Trace:
             self.layers,
             None if self.probs is None else self.probs[index],
             self.fingerprint,
+            None if self.phase is None else self.phase[index],
+        )
+
+    def answers(self) -> Trace:
+        """The same trace without the tokens of prompts; sequences may become empty."""
+        if self.phase is None:
+            return self
+        kept = np.flatnonzero(self.phase != 0)
+        return Trace(
+            self.experts[kept],
+            np.searchsorted(kept, self.seq).astype(np.int64),
+            self.n_expert,
+            self.layers,
+            None if self.probs is None else self.probs[kept],
+            self.fingerprint,
+            self.phase[kept],
         )
 
 
@@ -79,9 +102,7 @@ def read_trace(path: Path, n_expert: int | None = None) -> Trace:
             if not isinstance(data, np.lib.npyio.NpzFile):
                 raise _bad(path, "it holds one array, not named ones")
             arrays: dict[str, npt.NDArray[Any]] = {
-                name: data[name]
-                for name in ("experts", "seq", "n_expert", "layers", "probs", "fingerprint")
-                if name in data.files
+                name: data[name] for name in _ARRAYS if name in data.files
             }
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
@@ -124,6 +145,9 @@ def _checked(path: Path, arrays: dict[str, npt.NDArray[Any]], given: int | None)
     probs = arrays.get("probs")
     if probs is not None and (probs.shape != ids.shape or probs.dtype.kind != "f"):
         raise _bad(path, f"'probs' is {probs.dtype} of shape {probs.shape}")
+    phase = arrays.get("phase")
+    if phase is not None and (phase.shape != (n_tokens,) or phase.dtype.kind not in "iub"):
+        raise _bad(path, f"'phase' is {phase.dtype} of shape {phase.shape}")
     for layer in range(n_layers):
         column = experts[:, layer]
         if ((column >= counts[layer]) & (column != NO_EXPERT)).any():
@@ -135,7 +159,17 @@ def _checked(path: Path, arrays: dict[str, npt.NDArray[Any]], given: int | None)
         layers.astype(np.int32),
         None if probs is None else probs.astype(np.float16),
         str(arrays.get("fingerprint", "")),
+        None if phase is None else (phase != 0).astype(np.uint8),
     )
+
+
+def check_target(path: Path) -> None:
+    """Raises TraceError where `write_trace` could not write, before there is anything to lose."""
+    if path.is_dir():
+        raise TraceError(f"cannot write {path}: it is a folder", "give the name of a file")
+    if not os.access(path.parent, os.W_OK):
+        what = "no such folder" if not path.parent.exists() else "no permission"
+        raise TraceError(f"cannot write {path}: {what}", "give another path")
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -149,6 +183,8 @@ def write_trace(path: Path, trace: Trace) -> None:
     }
     if trace.probs is not None:
         arrays["probs"] = trace.probs
+    if trace.phase is not None:
+        arrays["phase"] = trace.phase
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
