@@ -94,7 +94,7 @@ def simulate(
     ffi, lib = _library()
     if experts.ndim != 3 or n_expert.shape != n_slots.shape or len(n_slots) != experts.shape[1]:
         raise OptionError(f"{len(n_slots)} sizes for a trace of shape {experts.shape}")
-    n_tokens, n_layers, k = experts.shape
+    n_tokens, n_layers, _ = experts.shape
     ids = np.ascontiguousarray(experts, np.uint16)
     left = np.full(ids.shape if victims else 0, 0xFFFF, np.uint16)
     kept = (  # alive until the simulation is freed

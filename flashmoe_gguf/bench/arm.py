@@ -115,11 +115,6 @@ def run(arm: Arm) -> dict[str, Any]:
             "bytes_read": delta.bytes_read,
             "read_amplification": delta.bytes_read / max(delta.missed_bytes, 1),
             "guesses": [delta.guesses, delta.guesses_used, delta.guesses_overtaken],
-                delta.guesses,
-                delta.guesses_used,
-                delta.guesses_wasted,
-                delta.guesses_overtaken,
-            ],
             "wait_share": delta.wait_seconds / total,
         }
     llm.close()
