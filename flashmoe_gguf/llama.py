@@ -28,6 +28,7 @@ from flashmoe_gguf.budget import (
     parse_ram,
 )
 from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
+from flashmoe_gguf.governor import Governor
 from flashmoe_gguf.host import default_budget, process_memory
 from flashmoe_gguf.libs import load_llama_cpp
 from flashmoe_gguf.recording import Recording, used_experts
@@ -131,6 +132,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         **kwargs: Any,
     ) -> None:
         self._experts: ExpertStream | None = None
+        self._governor: Governor | None = None
         self._recording: Recording | None = None
         self._computed_to = 0
         self._progress = progress
@@ -213,6 +215,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         else:
             self._plan = fixed_slots_plan(fixed, costs, n_slots)
         self._experts.start(self._plan.slots, self._plan.ram_bytes)
+        if n_slots is None:
+            self._governor = Governor(
+                self._experts,
+                self._plan.slots,
+                costs,
+                committed=lambda: process_memory()[0] + untouched_slot_bytes(),
+            )
         n_bound = [g.n_bound for g in self._experts.groups()]
         self._parts_per_pass = sum(n_bound)
         if trace is not None:
@@ -385,6 +394,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
             self._recording = None
             if hasattr(self, "_stack"):
                 super().close()
+            governor, self._governor = getattr(self, "_governor", None), None
+            if governor is not None:
+                governor.close()
             experts, self._experts = getattr(self, "_experts", None), None
             if experts is not None:
                 experts.close()

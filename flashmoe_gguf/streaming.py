@@ -29,7 +29,8 @@ class Stats:
 
     Bytes, seconds and counts. `hits` and `lookups` count distinct experts per layer pass;
     the `decode_` ones only passes of one token. `wait_seconds` is time that compute threads
-    slept for experts, per thread. Sizes (`*_bytes` of memory, `n_slots`) are as of now.
+    slept for experts, per thread. `given_back_bytes`: slots that the governor has closed.
+    Sizes (`*_bytes` of memory, `n_slots`) are as of now.
     """
 
     policy: str
@@ -37,6 +38,7 @@ class Stats:
     n_slots: int
     budget_bytes: int
     slot_bytes: int
+    given_back_bytes: int
     resident_bytes: int
     ring_bytes: int
     dense_bytes: int
@@ -99,6 +101,7 @@ class Lookahead:
 AUTO_LOOKAHEAD = Lookahead("router", 1, True)
 
 
+@dataclass(frozen=True)
 class ExpertUse:
     """One group's counters, and per expert, each [n_expert]: whether it has a slot now (0 or 1),
     and how many tokens have used it since the model was loaded.
@@ -189,7 +192,7 @@ class ExpertStream:
         self.lookahead = parse_lookahead(lookahead)
         self._process = os.getpid()
         self._budget_bytes = 0
-        self._slots: tuple[int, ...] = ()
+        self._start_bytes = 0
         n_ring = ring_buffers(geometry.max_part_bytes)
         self.native = NativeStream(
             io=io,
@@ -241,8 +244,16 @@ class ExpertStream:
         if self.lookahead is not None:
             ahead = self.lookahead
             self.native.lookahead(ahead.predictor, ahead.width, adaptive=ahead.adaptive)
-        self._slots = slots
+        self._start_bytes = self.open_bytes()
         self._budget_bytes = budget_bytes
+
+    def open_bytes(self) -> int:
+        """Slots that can be used now."""
+        return self.native.counters()["slot_bytes"]
+
+    def resize(self, slots: tuple[int, ...]) -> None:
+        """Uses so many slots per group from now on, no more than at the start."""
+        self.native.resize(slots)
 
     def groups(self) -> list[GroupCounts]:
         """Counters per group, in the geometry's order."""
@@ -287,7 +298,8 @@ class ExpertStream:
         return Stats(
             policy=self.policy,
             io_mode="mixed" if direct and buffered else "direct" if direct else "buffered",
-            n_slots=max(self._slots, default=0),
+            n_slots=max((g.n_slots for g in self.groups()), default=0),
+            given_back_bytes=self._start_bytes - c["slot_bytes"],
             budget_bytes=self._budget_bytes,
             dense_bytes=self.geometry.dense_bytes,
             bytes_read=c.pop("read_bytes"),

@@ -24,7 +24,7 @@ RANKS = (
     ("_native", "packed"),
     ("store", "models"),
     ("pack", "budget", "policy", "stock", "fingerprint"),
-    ("streaming", "arguments", "recording"),
+    ("streaming", "arguments", "governor", "recording"),
     ("simulate", "llama", "train"),
     ("",),
     ("chat", "server", "bench", "demo", "doctor"),
