@@ -20,14 +20,14 @@ SOURCES = Path(__file__).resolve().parent.parent / PACKAGE
 RANKS = (
     ("errors",),
     ("libs", "gguf", "trace", "host", "disk"),
-    ("stripes",),
+    ("stripes", "disk_sample"),
     ("_native", "packed"),
     ("store", "models"),
     ("pack", "budget", "policy", "stock", "fingerprint"),
     ("streaming", "arguments", "governor", "recording"),
     ("simulate", "llama", "train"),
     ("",),
-    ("chat", "server", "bench", "demo", "doctor"),
+    ("chat", "server", "bench", "demo", "doctor", "plan", "hub"),
     ("cli", "__main__"),
 )
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from flashmoe_gguf.cli import chat, demo, inspect, pack, run, unpack, verify
+from flashmoe_gguf.cli import chat, demo, inspect, pack, plan, run, unpack, verify
 from flashmoe_gguf.cli.exits import Commands
 from flashmoe_gguf.cli.version import version_text
 
@@ -48,6 +48,7 @@ def main() -> None:
 for _command in (
     run.run,
     chat.chat,
+    plan.plan,
     inspect.inspect,
     pack.pack,
     unpack.unpack,
