@@ -41,6 +41,11 @@ def available_memory() -> MemoryLimit:
     return min(limits, key=lambda m: m.limit_bytes)
 
 
+def cgroup_limit() -> int | None:
+    """The least limit of this process's cgroup and those above it; None where there is none."""
+    return min((limit for limit, _ in _cgroups()), default=None)
+
+
 def default_budget() -> MemoryLimit:
     """What `ram` None and "auto" mean: what is available, less a tenth (256 MiB at least)."""
     limit = available_memory()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from flashmoe_gguf.cli import chat, demo, inspect, pack, plan, run, unpack, verify
+from flashmoe_gguf.cli import chat, demo, doctor, inspect, pack, plan, run, unpack, verify
 from flashmoe_gguf.cli.exits import Commands
 from flashmoe_gguf.cli.version import version_text
 
@@ -40,8 +40,8 @@ def main() -> None:
     everything else stays in memory. Answers are the same as llama.cpp's.
 
     Answers go to stdout; progress, the plan, figures and errors go to stderr. Exit codes: 0 done,
-    1 an unexpected failure or a demo whose outputs differ, 2 bad input or options, 130 stopped
-    with Ctrl-C.
+    1 an unexpected failure, a demo whose outputs differ or a doctor that found what hurts, 2 bad
+    input or options, 130 stopped with Ctrl-C.
     """
 
 
@@ -53,6 +53,7 @@ for _command in (
     pack.pack,
     unpack.unpack,
     verify.verify,
+    doctor.doctor,
     demo.demo,
 ):
     main.add_command(_command)
