@@ -46,6 +46,10 @@ class DiskError(FlashMoEError):
     """A drive cannot be measured: no such file, no direct I/O there, or reading fails."""
 
 
+class HubError(FlashMoEError):
+    """A model cannot be downloaded: no network, no room, not there, or not what it should be."""
+
+
 class OptionError(FlashMoEError):
     """Options that contradict each other or that a streamed model cannot honour."""
 

@@ -182,3 +182,30 @@ def test_cgroups_of_both_versions(tmp_path: Path) -> None:
 
 def test_the_default_budget_leaves_room_for_others() -> None:
     assert 0 < default_budget().limit_bytes < available_memory().limit_bytes
+
+
+def test_auto_in_python_means_none(tiny_model: Callable[[str], Path]) -> None:
+    from flashmoe_gguf import Llama
+
+    path = str(tiny_model("qwen3moe"))
+    sizes = []
+    for ram in ("auto", None):
+        llm = Llama(path, ram=ram, n_ctx=64, n_threads=1, n_threads_batch=1, verbose=False)
+        assert llm.plan is not None
+        sizes.append(llm.plan.ram_bytes)
+        llm.close()
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.2)
+    # as with None, slots may be given
+    llm = Llama(path, ram="auto", n_slots=2, n_ctx=64, n_threads=1, verbose=False)
+    assert llm.plan is not None and set(llm.plan.slots) == {2}
+    llm.close()
+
+
+@pytest.mark.parametrize("more", [(), ("--n-slots", "2")])
+def test_auto_on_the_command_line(more: tuple[str, ...], tiny_model: Callable[[str], Path]) -> None:
+    from cli_tools import flashmoe
+
+    arguments = ("--tokens", "1,2,3", "-n", "1", "-t", "1", "-c", "64", "--ram", "auto")
+    result = flashmoe("run", tiny_model("qwen3moe"), *arguments, *more)
+    assert result.exit_code == 0, result.output
+    assert ("budget" in result.stderr) == (not more)

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import click
 
-from flashmoe_gguf.cli import chat, demo, doctor, inspect, pack, plan, run, unpack, verify
+from flashmoe_gguf.cli import (
+    chat,
+    demo,
+    doctor,
+    inspect,
+    models,
+    pack,
+    plan,
+    pull,
+    run,
+    unpack,
+    verify,
+)
 from flashmoe_gguf.cli.exits import Commands
 from flashmoe_gguf.cli.version import version_text
 
@@ -53,6 +65,8 @@ for _command in (
     pack.pack,
     unpack.unpack,
     verify.verify,
+    models.models,
+    pull.pull,
     doctor.doctor,
     demo.demo,
 ):
