@@ -75,6 +75,7 @@ def simulate(
     n_expert: npt.NDArray[np.int32],
     n_slots: npt.NDArray[np.int32],
     *,
+    seed: int = 0,
     bypass: bool = False,
     count_from: int = 0,
     victims: bool = False,
@@ -108,7 +109,7 @@ def simulate(
     setup = ffi.new("struct fm_simulation_setup *")
     setup.experts, setup.sequences, setup.n_expert, setup.n_slots, setup.policy = kept[:5]
     setup.n_tokens, setup.n_layers, setup.k, setup.n_sequences = (*ids.shape, len(sequences))
-    setup.bypass = int(bypass)
+    setup.seed, setup.bypass = seed, int(bypass)
     setup.victims = kept[5] if victims else ffi.NULL
     simulation = lib.fm_simulation_new(setup)
     if simulation == ffi.NULL:

@@ -178,7 +178,8 @@ struct fm_simulation_setup {
     int64_t n_sequences;
     const int32_t *n_expert;  /* [n_layers] */
     const int32_t *n_slots;   /* [n_layers] */
-    const char *policy;
+    const char *policy;       /* one that fm_policy_name() knows, or belady, or belady-bypass */
+    uint64_t seed;            /* for policies that draw lots */
     int32_t bypass;           /* 1: what a token has just used may leave as well, in place of another */
     uint16_t *victims;        /* [n_tokens][n_layers][k] who left, in order, 65535 beforehand; NULL: not wanted */
 };

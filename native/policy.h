@@ -16,6 +16,7 @@ struct fm_policy_setup {
     const int32_t *n_expert; /* [n_groups] */
     const int32_t *n_slots;  /* [n_groups] */
     bool frozen;             /* a policy that learns keeps the weights that it has */
+    uint64_t seed;           /* for policies that draw lots */
 };
 
 /* For each pass through a group the cache first tells what every token uses (on_hit, on_miss, then
@@ -56,5 +57,33 @@ struct fm_policy_type {
 const struct fm_policy_type *fm_policy_find(const char *name);
 
 extern const struct fm_policy_type fm_policy_lru;
+extern const struct fm_policy_type fm_policy_lfu;
 extern const struct fm_policy_type fm_policy_dlfu;
 extern const struct fm_policy_type fm_policy_learned;
+extern const struct fm_policy_type fm_policy_arc;
+extern const struct fm_policy_type fm_policy_lecar;
+extern const struct fm_policy_type fm_policy_lfru;
+extern const struct fm_policy_type fm_policy_least_stale;
+extern const struct fm_policy_type fm_policy_random;
+
+/* Belady's needs to know the future, so only the simulator can make one. */
+struct fm_simulation_setup;
+extern const struct fm_policy_type fm_policy_belady;
+struct fm_policy *fm_belady_new(const struct fm_simulation_setup *setup);
+
+/* Most policies keep something per group and something per expert. Such a policy is one block of
+ * zeros: an array of groups of its own type, which begins with this, then the experts of its own type. */
+struct fm_policy_group {
+    int32_t n_expert;
+    int32_t n_slots;
+    void *experts; /* [n_expert] */
+};
+/* NULL: no memory. group_bytes and expert_bytes: of the two types. */
+struct fm_policy *fm_policy_new(const struct fm_policy_setup *setup, size_t group_bytes, size_t expert_bytes);
+void fm_policy_free(struct fm_policy *policy);
+/* For what a policy does not care about. */
+void fm_policy_no_use(struct fm_policy *policy, int32_t group, int32_t expert);
+void fm_policy_no_end(struct fm_policy *policy, int32_t group);
+
+/* The next of a sequence of pseudo-random numbers: splitmix64. */
+uint64_t fm_policy_draw(uint64_t *state);

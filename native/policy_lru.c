@@ -1,81 +1,64 @@
 /* policy_lru.c: the least recently used expert leaves. Experts of one token are ordered by the
- * place they have in that token's list, so the order is strict and a Python twin can follow it. */
-
-#include <stdlib.h>
+ * place they have in that token's list, whether they were resident or not, so the order is strict
+ * and a Python twin can follow it. One that comes in unasked counts as used when it comes. */
 
 #include "policy.h"
 
+struct expert {
+    uint64_t last_use; /* 0: not since it left */
+    bool resident;
+};
+
 struct group {
-    int32_t n_expert;
+    struct fm_policy_group head;
     uint64_t clock;
-    uint64_t *last_use; /* [n_expert]; 0: not resident */
 };
 
-struct fm_policy {
-    int32_t n_groups;
-    struct group groups[];
-};
-
-static void destroy(struct fm_policy *policy) {
-    if (policy == NULL) {
-        return;
-    }
-    for (int32_t g = 0; g < policy->n_groups; g++) {
-        free(policy->groups[g].last_use);
-    }
-    free(policy);
+static struct group *at(const struct fm_policy *policy, int32_t group) {
+    return (struct group *)policy + group;
 }
 
 static struct fm_policy *create(const struct fm_policy_setup *setup) {
-    const int32_t n_groups = setup->n_groups;
-    struct fm_policy *policy = calloc(1, sizeof *policy + (size_t)n_groups * sizeof policy->groups[0]);
-    if (policy == NULL) {
-        return NULL;
-    }
-    policy->n_groups = n_groups;
-    for (int32_t g = 0; g < n_groups; g++) {
-        policy->groups[g].n_expert = setup->n_expert[g];
-        policy->groups[g].last_use = calloc((size_t)setup->n_expert[g], sizeof(uint64_t));
-        if (policy->groups[g].last_use == NULL) {
-            destroy(policy);
-            return NULL;
-        }
-    }
-    return policy;
+    return fm_policy_new(setup, sizeof(struct group), sizeof(struct expert));
 }
 
-static void touch(struct fm_policy *policy, int32_t group, int32_t expert) {
-    struct group *g = &policy->groups[group];
-    g->last_use[expert] = ++g->clock;
+static void used(struct fm_policy *policy, int32_t group, int32_t expert) {
+    struct group *g = at(policy, group);
+    struct expert *experts = g->head.experts;
+    experts[expert].last_use = ++g->clock;
 }
 
-static void on_miss(struct fm_policy *policy, int32_t group, int32_t expert) {
-    (void)policy, (void)group, (void)expert;
+static void on_insert(struct fm_policy *policy, int32_t group, int32_t expert) {
+    struct expert *experts = at(policy, group)->head.experts;
+    if (experts[expert].last_use == 0) {
+        used(policy, group, expert);
+    }
+    experts[expert].resident = true;
 }
 
 static void on_remove(struct fm_policy *policy, int32_t group, int32_t expert) {
-    policy->groups[group].last_use[expert] = 0;
+    struct expert *experts = at(policy, group)->head.experts;
+    experts[expert] = (struct expert){0};
 }
 
 static int32_t victim(struct fm_policy *policy, int32_t group, const uint8_t *may_leave) {
-    const struct group *g = &policy->groups[group];
+    const struct group *g = at(policy, group);
+    const struct expert *experts = g->head.experts;
     int32_t oldest = -1;
-    for (int32_t e = 0; e < g->n_expert; e++) {
-        if (may_leave[e] && (oldest < 0 || g->last_use[e] < g->last_use[oldest])) {
+    for (int32_t e = 0; e < g->head.n_expert; e++) {
+        if (may_leave[e] && (oldest < 0 || experts[e].last_use < experts[oldest].last_use)) {
             oldest = e;
         }
     }
     return oldest;
 }
 
-static void end_token(struct fm_policy *policy, int32_t group) {
-    (void)policy, (void)group;
-}
-
 static bool verify(const struct fm_policy *policy, int32_t group, const uint8_t *resident) {
-    const struct group *g = &policy->groups[group];
-    for (int32_t e = 0; e < g->n_expert; e++) {
-        if ((g->last_use[e] != 0) != (resident[e] != 0) || g->last_use[e] > g->clock) {
+    const struct group *g = at(policy, group);
+    const struct expert *experts = g->head.experts;
+    for (int32_t e = 0; e < g->head.n_expert; e++) {
+        if (experts[e].resident != (resident[e] != 0) || experts[e].last_use > g->clock ||
+            (resident[e] && experts[e].last_use == 0)) {
             return false;
         }
     }
@@ -85,12 +68,12 @@ static bool verify(const struct fm_policy *policy, int32_t group, const uint8_t 
 const struct fm_policy_type fm_policy_lru = {
     .name = "lru",
     .create = create,
-    .destroy = destroy,
-    .on_hit = touch,
-    .on_miss = on_miss,
-    .on_insert = touch,
+    .destroy = fm_policy_free,
+    .on_hit = used,
+    .on_miss = used,
+    .on_insert = on_insert,
     .on_remove = on_remove,
     .victim = victim,
-    .end_token = end_token,
+    .end_token = fm_policy_no_end,
     .verify = verify,
 };

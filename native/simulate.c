@@ -33,7 +33,7 @@ struct fm_simulation {
 };
 
 static bool is_valid(const struct fm_simulation_setup *setup) {
-    if (setup->n_tokens < 0 || setup->n_layers < 1 || setup->k < 1 || setup->n_sequences < 0) {
+    if (setup->n_tokens < 0 || setup->n_tokens >= INT32_MAX || setup->n_layers < 1 || setup->k < 1 || setup->n_sequences < 0) {
         return false;
     }
     for (int32_t l = 0; l < setup->n_layers; l++) {
@@ -75,6 +75,32 @@ static bool init_layer(struct layer *layer, int32_t n_expert, int32_t n_slots) {
     return true;
 }
 
+static bool find_policy(struct fm_simulation *simulation) {
+    const char *name = simulation->setup.policy;
+    if (strcmp(name, "belady") == 0) {
+        simulation->type = &fm_policy_belady;
+    } else if (strcmp(name, "belady-bypass") == 0) {
+        simulation->type = &fm_policy_belady;
+        simulation->setup.bypass = 1;
+    } else {
+        simulation->type = fm_policy_find(name);
+    }
+    return simulation->type != NULL;
+}
+
+static bool new_policy(struct fm_simulation *simulation) {
+    const struct fm_simulation_setup *setup = &simulation->setup;
+    const struct fm_policy_setup policy_setup = {
+        .n_groups = setup->n_layers,
+        .n_expert = setup->n_expert,
+        .n_slots = setup->n_slots,
+        .seed = setup->seed,
+    };
+    simulation->policy = simulation->type == &fm_policy_belady ? fm_belady_new(setup)
+                                                               : simulation->type->create(&policy_setup);
+    return simulation->policy != NULL;
+}
+
 fm_simulation *fm_simulation_new(const struct fm_simulation_setup *setup) {
     if (!is_valid(setup)) {
         fm_fail(FM_BAD_ARGUMENT, "the trace does not fit its sizes");
@@ -87,19 +113,12 @@ fm_simulation *fm_simulation_new(const struct fm_simulation_setup *setup) {
         return NULL;
     }
     simulation->setup = *setup;
-    simulation->type = fm_policy_find(setup->policy);
-    if (simulation->type == NULL) {
+    if (!find_policy(simulation)) {
         fm_fail(FM_BAD_ARGUMENT, "there is no eviction policy '%s'", setup->policy);
         fm_simulation_free(simulation);
         return NULL;
     }
-    const struct fm_policy_setup policy_setup = {
-        .n_groups = setup->n_layers,
-        .n_expert = setup->n_expert,
-        .n_slots = setup->n_slots,
-    };
-    simulation->policy = simulation->type->create(&policy_setup);
-    bool have_memory = simulation->policy != NULL;
+    bool have_memory = new_policy(simulation);
     for (int32_t l = 0; l < setup->n_layers && have_memory; l++) {
         have_memory = init_layer(&simulation->layers[l], setup->n_expert[l], setup->n_slots[l]);
     }

@@ -13,23 +13,58 @@ enum { N_EXPERT = 16, N_TOKENS = 1200, N_GROUPS = 2 };
 /* Which experts each token used, by place in its list: 1, 2, ..; 0: not used. */
 static uint8_t history[N_TOKENS][N_EXPERT];
 
-/* When the expert was used or inserted last, from the history alone: a later token is later, and
- * within a token those that were resident come first, by place, then those that were inserted. */
-static uint64_t inserted_at[N_EXPERT];
-static uint64_t hit_at[N_EXPERT];
+static uint64_t last_use[N_EXPERT];    /* counted over all uses, by place within a token */
+static uint64_t inserted_at[N_EXPERT]; /* counted over all insertions */
 
-static int lru_reference(int token, const uint8_t *may_leave) {
-    (void)token;
+typedef bool (*before_function)(int token, int a, int b);
+
+/* The candidate that leaves before all others, the lower number first. */
+static int first_of(int token, const uint8_t *may_leave, before_function before) {
     int victim = -1;
-    uint64_t oldest = 0;
     for (int e = 0; e < N_EXPERT; e++) {
-        const uint64_t last = hit_at[e] > inserted_at[e] ? hit_at[e] : inserted_at[e];
-        if (may_leave[e] && (victim < 0 || last < oldest)) {
+        if (may_leave[e] && (victim < 0 || before(token, e, victim))) {
             victim = e;
-            oldest = last;
         }
     }
     return victim;
+}
+
+static bool lru_before(int token, int a, int b) {
+    (void)token;
+    return last_use[a] < last_use[b];
+}
+
+static int n_uses(int token, int expert) {
+    int n = 0;
+    for (int t = 0; t <= token; t++) {
+        n += history[t][expert] > 0;
+    }
+    return n;
+}
+
+static bool lfu_before(int token, int a, int b) {
+    const int n_a = n_uses(token, a);
+    const int n_b = n_uses(token, b);
+    return n_a < n_b || (n_a == n_b && last_use[a] < last_use[b]);
+}
+
+/* Tokens since the last use, 1 when the current one is it. */
+static int age(int token, int expert) {
+    int t = token;
+    while (t >= 0 && history[t][expert] == 0) {
+        t--;
+    }
+    return token - t + 1;
+}
+
+static bool lfru_before(int token, int a, int b) {
+    return n_uses(token, a) * age(token, b) < n_uses(token, b) * age(token, a);
+}
+
+static bool least_stale_before(int token, int a, int b) {
+    const bool stale_a = age(token, a) > 2;
+    const bool stale_b = age(token, b) > 2;
+    return stale_a != stale_b ? stale_a : inserted_at[a] < inserted_at[b];
 }
 
 /* The average of an expert's use, computed again from its whole history. */
@@ -41,20 +76,8 @@ static float dlfu_use(int token, int expert) {
     return use;
 }
 
-static int dlfu_reference(int token, const uint8_t *may_leave) {
-    int victim = -1;
-    float least = 0;
-    for (int e = 0; e < N_EXPERT; e++) {
-        if (!may_leave[e]) {
-            continue;
-        }
-        const float use = dlfu_use(token, e);
-        if (victim < 0 || use < least) {
-            victim = e;
-            least = use;
-        }
-    }
-    return victim;
+static bool dlfu_before(int token, int a, int b) {
+    return dlfu_use(token, a) < dlfu_use(token, b);
 }
 
 /* Skewed choice of 2 to 5 distinct experts. */
@@ -80,28 +103,32 @@ static struct fm_policy *create(const struct fm_policy_type *type, int32_t n_gro
     return type->create(&setup);
 }
 
-/* A cache of n_slots over a pseudo-random trace. Some residents may not leave: they are in use. */
-static void follow(const struct fm_policy_type *type, int (*reference)(int, const uint8_t *), int n_slots) {
+/* A cache of n_slots over a pseudo-random trace. Some residents may not leave: they are in use.
+ * before NULL: any victim that may leave will do. */
+static void follow(const struct fm_policy_type *type, before_function before, int n_slots) {
     const int32_t n_expert[N_GROUPS] = {3, N_EXPERT};
-    struct fm_policy *policy = create(type, N_GROUPS, n_expert);
+    const int32_t slots[N_GROUPS] = {3, n_slots};
+    const struct fm_policy_setup setup = {.n_groups = N_GROUPS, .n_expert = n_expert, .n_slots = slots};
+    struct fm_policy *policy = type->create(&setup);
     CHECK(policy != NULL);
     unsigned long long state = 88172645463325252u + (unsigned)n_slots;
     uint8_t resident[N_EXPERT] = {0};
     const uint8_t nothing[3] = {0};
     uint64_t clock = 0;
+    uint64_t n_inserted = 0;
     int n_resident = 0;
     int n_victims = 0;
     memset(history, 0, sizeof history);
     memset(inserted_at, 0, sizeof inserted_at);
-    memset(hit_at, 0, sizeof hit_at);
+    memset(last_use, 0, sizeof last_use);
     for (int t = 0; t < N_TOKENS; t++) {
         int experts[8];
         const int n = choose(&state, experts);
         for (int k = 0; k < n; k++) {
             const int e = experts[k];
             history[t][e] = (uint8_t)(k + 1);
+            last_use[e] = ++clock;
             if (resident[e]) {
-                hit_at[e] = ++clock;
                 type->on_hit(policy, 1, e);
             } else {
                 type->on_miss(policy, 1, e);
@@ -119,8 +146,12 @@ static void follow(const struct fm_policy_type *type, int (*reference)(int, cons
                     may_leave[e] = resident[e] && history[t][e] == 0 && check_random(&state) % 8 != 0;
                 }
                 const int victim = type->victim(policy, 1, may_leave);
-                CHECK_EQUAL(victim, reference(t, may_leave));
+                if (before != NULL) {
+                    CHECK_EQUAL(victim, first_of(t, may_leave, before));
+                }
+                CHECK(victim < N_EXPERT && (victim < 0 || may_leave[victim]));
                 if (victim < 0) {
+                    CHECK(memchr(may_leave, 1, sizeof may_leave) == NULL);
                     continue; /* all in use: this expert is not admitted */
                 }
                 n_victims++;
@@ -130,7 +161,7 @@ static void follow(const struct fm_policy_type *type, int (*reference)(int, cons
                 CHECK(type->verify(policy, 1, resident));
             }
             type->on_insert(policy, 1, experts[k]);
-            inserted_at[experts[k]] = ++clock;
+            inserted_at[experts[k]] = ++n_inserted;
             resident[experts[k]] = 1;
             n_resident++;
             CHECK(type->verify(policy, 1, resident));
@@ -142,13 +173,89 @@ static void follow(const struct fm_policy_type *type, int (*reference)(int, cons
 }
 
 TEST(lru_names_the_victims_of_the_reference) {
-    follow(&fm_policy_lru, lru_reference, 5);
-    follow(&fm_policy_lru, lru_reference, 8);
+    follow(&fm_policy_lru, lru_before, 5);
+    follow(&fm_policy_lru, lru_before, 8);
+}
+
+TEST(lfu_names_the_victims_of_the_reference) {
+    follow(&fm_policy_lfu, lfu_before, 5);
+    follow(&fm_policy_lfu, lfu_before, 8);
 }
 
 TEST(dlfu_names_the_victims_of_the_reference) {
-    follow(&fm_policy_dlfu, dlfu_reference, 5);
-    follow(&fm_policy_dlfu, dlfu_reference, 8);
+    follow(&fm_policy_dlfu, dlfu_before, 5);
+    follow(&fm_policy_dlfu, dlfu_before, 8);
+}
+
+TEST(lfru_names_the_victims_of_the_reference) {
+    follow(&fm_policy_lfru, lfru_before, 5);
+    follow(&fm_policy_lfru, lfru_before, 8);
+}
+
+TEST(least_stale_names_the_victims_of_the_reference) {
+    follow(&fm_policy_least_stale, least_stale_before, 5);
+    follow(&fm_policy_least_stale, least_stale_before, 8);
+}
+
+/* Their victims are compared with those of other implementations by the Python tests. */
+TEST(every_policy_names_whom_it_may_and_keeps_its_invariants) {
+    const char *name;
+    for (int32_t i = 0; (name = fm_policy_name(i)) != NULL; i++) {
+        for (int n_slots = 2; n_slots <= 8; n_slots += 3) {
+            follow(fm_policy_find(name), NULL, n_slots);
+        }
+    }
+}
+
+TEST(arc_keeps_a_scan_out) {
+    const int32_t n_expert = 16;
+    const int32_t n_slots = 4;
+    const struct fm_policy_setup setup = {.n_groups = 1, .n_expert = &n_expert, .n_slots = &n_slots};
+    struct fm_policy *policy = fm_policy_arc.create(&setup);
+    uint8_t resident[16] = {0};
+    for (int e = 0; e < 4; e++) {
+        fm_policy_arc.on_miss(policy, 0, e);
+        fm_policy_arc.end_token(policy, 0);
+        fm_policy_arc.on_insert(policy, 0, e);
+        resident[e] = 1;
+    }
+    for (int e = 0; e < 3; e++) { /* used twice */
+        fm_policy_arc.on_hit(policy, 0, e);
+        fm_policy_arc.end_token(policy, 0);
+    }
+    for (int e = 4; e < 16; e++) { /* each once: it is the only one that leaves */
+        fm_policy_arc.on_miss(policy, 0, e);
+        fm_policy_arc.end_token(policy, 0);
+        CHECK_EQUAL(fm_policy_arc.victim(policy, 0, resident), e - 1);
+        fm_policy_arc.on_remove(policy, 0, e - 1);
+        fm_policy_arc.on_insert(policy, 0, e);
+        resident[e - 1] = 0;
+        resident[e] = 1;
+        CHECK(fm_policy_arc.verify(policy, 0, resident));
+    }
+    fm_policy_arc.resize(policy, 0, 4);
+    CHECK(fm_policy_arc.verify(policy, 0, resident));
+    fm_policy_arc.destroy(policy);
+}
+
+TEST(random_follows_its_seed) {
+    const int32_t n_expert = 16;
+    const uint8_t all[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    int n_other = 0;
+    struct fm_policy_setup setup = {.n_groups = 1, .n_expert = &n_expert, .n_slots = &n_expert, .seed = 1};
+    struct fm_policy *a = fm_policy_random.create(&setup);
+    struct fm_policy *b = fm_policy_random.create(&setup);
+    setup.seed = 2;
+    struct fm_policy *c = fm_policy_random.create(&setup);
+    for (int i = 0; i < 100; i++) {
+        const int victim = fm_policy_random.victim(a, 0, all);
+        CHECK_EQUAL(victim, fm_policy_random.victim(b, 0, all));
+        n_other += victim != fm_policy_random.victim(c, 0, all);
+    }
+    CHECK(n_other > 50);
+    fm_policy_random.destroy(a);
+    fm_policy_random.destroy(b);
+    fm_policy_random.destroy(c);
 }
 
 static void insert(const struct fm_policy_type *type, struct fm_policy *policy, int e) {
@@ -158,17 +265,17 @@ static void insert(const struct fm_policy_type *type, struct fm_policy *policy, 
 }
 
 TEST(nobody_leaves_who_may_not) {
-    const struct fm_policy_type *types[] = {&fm_policy_lru, &fm_policy_dlfu};
-    for (int i = 0; i < 2; i++) {
+    const char *name;
+    for (int32_t i = 0; (name = fm_policy_name(i)) != NULL; i++) {
+        const struct fm_policy_type *type = fm_policy_find(name);
         const int32_t n_expert = 4;
-        struct fm_policy *policy = create(types[i], 1, &n_expert);
+        struct fm_policy *policy = create(type, 1, &n_expert);
         for (int e = 0; e < 4; e++) {
-            insert(types[i], policy, e);
+            insert(type, policy, e);
         }
-        CHECK_EQUAL(types[i]->victim(policy, 0, (uint8_t[]){0, 0, 0, 0}), -1);
-        CHECK_EQUAL(types[i]->victim(policy, 0, (uint8_t[]){0, 0, 1, 0}), 2);
-        CHECK_EQUAL(types[i]->victim(policy, 0, (uint8_t[]){1, 1, 1, 1}), 0);
-        types[i]->destroy(policy);
+        CHECK_EQUAL(type->victim(policy, 0, (uint8_t[]){0, 0, 0, 0}), -1);
+        CHECK_EQUAL(type->victim(policy, 0, (uint8_t[]){0, 0, 1, 0}), 2);
+        type->destroy(policy);
     }
 }
 
@@ -250,6 +357,7 @@ TEST(the_registry_lists_and_finds_every_policy) {
     CHECK(lru && dlfu);
     CHECK(fm_policy_name(-1) == NULL);
     CHECK(fm_policy_name(n + 1) == NULL);
-    CHECK(fm_policy_find("belady?") == NULL);
+    CHECK(fm_policy_find("belady") == NULL); /* which nobody can follow while decoding */
+    CHECK(fm_policy_find("lru?") == NULL);
     CHECK(fm_policy_find("") == NULL);
 }
