@@ -50,6 +50,90 @@ def policy_names() -> tuple[str, ...]:
     return tuple(names)
 
 
+_EVENTS = {  # of a policy: name, C type of the function
+    "on_hit": "void(int32_t, int32_t)",
+    "on_miss": "void(int32_t, int32_t)",
+    "on_insert": "void(int32_t, int32_t)",
+    "on_remove": "void(int32_t, int32_t)",
+    "end_token": "void(int32_t)",
+    "begin_sequence": "void()",
+}
+_NAMED_WRONG = 2
+
+
+class ForeignPolicy:
+    """A policy object of Python's, for the C library to call: see flashmoe_gguf.policy.Policy.
+
+    `victim` must be there; what else it lacks is left out. The library calls from its computing
+    threads, under its lock, one call at a time. An exception, or a victim that may not leave, ends
+    the calls: lru takes over, and `failure` says why.
+    """
+
+    def __init__(self, name: str, policy: Any, n_expert: Sequence[int]) -> None:
+        self.name = name
+        self._ffi, _ = _library()
+        self._victim: Callable[[int, npt.NDArray[np.bool_]], int] = policy.victim
+        self._n_expert = list(n_expert)
+        self._raised: BaseException | None = None
+        self._interrupt: KeyboardInterrupt | None = None
+        self.struct = self._ffi.new("struct fm_foreign_policy *")
+        self._functions = [self._ffi.callback("int32_t(int32_t, const uint8_t *)", self._name)]
+        self.struct.victim = self._functions[0]
+        for event, kind in _EVENTS.items():
+            method = getattr(policy, event, None)
+            if method is not None:
+                function = self._ffi.callback(kind, self._event(method))
+                setattr(self.struct, event, function)
+                self._functions.append(function)
+
+    def _event(self, method: Callable[..., Any]) -> Callable[..., None]:
+        def call(*numbers: int) -> None:
+            try:
+                method(*numbers)
+            except KeyboardInterrupt as interrupt:  # meant for the program, not for the policy
+                self._interrupt = interrupt
+            except BaseException as error:
+                self._fail(error)
+
+        return call
+
+    def _name(self, group: int, may_leave: Any) -> int:
+        raw = self._ffi.buffer(may_leave, self._n_expert[group])
+        for _ in range(2):  # again after Ctrl-C
+            try:
+                return int(self._victim(group, np.frombuffer(raw, np.bool_)))
+            except KeyboardInterrupt as interrupt:
+                self._interrupt = interrupt
+            except BaseException as error:
+                self._fail(error)
+                break
+        return -1
+
+    def _fail(self, error: BaseException) -> None:
+        self._raised = error
+        self.struct.failed = 1
+
+    @property
+    def failure(self) -> str:
+        """Why lru has taken over; empty while the policy works."""
+        if self._raised is not None:
+            return f"{type(self._raised).__name__}: {self._raised}".rstrip(": ")
+        if self.struct.failed == _NAMED_WRONG:
+            return f"it named expert {self.struct.named}, which may not leave"
+        return ""
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in the policy so far."""
+        return float(self.struct.ns) / 1e9
+
+    def raise_interrupt(self) -> None:
+        """Raises the KeyboardInterrupt that came while the policy was called, once."""
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
+
+
 @dataclass(frozen=True)
 class LayerCounts:
     """What a replay counted in each layer, each [n_layers] int64.
@@ -69,7 +153,7 @@ _TOKENS_AT_ONCE = 512  # between two calls of `progress`, and for Ctrl-C
 
 
 def simulate(
-    policy: str,
+    policy: str | ForeignPolicy,
     experts: npt.NDArray[np.uint16],
     sequences: npt.NDArray[np.int64],
     n_expert: npt.NDArray[np.int32],
@@ -103,12 +187,14 @@ def simulate(
         ffi.from_buffer("int64_t[]", np.ascontiguousarray(sequences, np.int64)),
         ffi.from_buffer("int32_t[]", np.ascontiguousarray(n_expert, np.int32)),
         ffi.from_buffer("int32_t[]", np.ascontiguousarray(n_slots, np.int32)),
-        ffi.new("char[]", policy.encode()),
+        ffi.new("char[]", (policy if isinstance(policy, str) else policy.name).encode()),
         ffi.from_buffer("uint16_t[]", left, require_writable=True),
     )
     setup = ffi.new("struct fm_simulation_setup *")
     setup.experts, setup.sequences, setup.n_expert, setup.n_slots, setup.policy = kept[:5]
     setup.n_tokens, setup.n_layers, setup.k, setup.n_sequences = (*ids.shape, len(sequences))
+    if isinstance(policy, ForeignPolicy):
+        setup.foreign = policy.struct
     setup.seed, setup.bypass = seed, int(bypass)
     setup.victims = kept[5] if victims else ffi.NULL
     simulation = lib.fm_simulation_new(setup)
@@ -120,6 +206,8 @@ def simulate(
         while done < n_tokens:
             stop = count_from if done < count_from else n_tokens
             done = n_tokens - lib.fm_simulation_run(simulation, min(_TOKENS_AT_ONCE, stop - done))
+            if isinstance(policy, ForeignPolicy):
+                policy.raise_interrupt()
             if done == count_from:
                 before = _simulated(ffi, lib, simulation, n_layers)
             if progress is not None:
@@ -270,9 +358,14 @@ class NativeStream:
         """Allocates the ring; from now on a model can compute, every expert through the ring."""
         self._check(self._lib.fm_stream_open(self._stream))
 
-    def start(self, slots: Sequence[int], policy: str) -> None:
+    def start(self, slots: Sequence[int], policy: str | ForeignPolicy) -> None:
         """Allocates slots, one number per group, under an eviction policy."""
-        self._check(self._lib.fm_stream_start(self._stream, list(slots), policy.encode()))
+        if isinstance(policy, ForeignPolicy):
+            self._foreign = policy  # its functions must live as long as the stream
+            start, how = self._lib.fm_stream_start_foreign, policy.struct
+        else:
+            start, how = self._lib.fm_stream_start, policy.encode()
+        self._check(start(self._stream, list(slots), how))
 
     def fill(self) -> None:
         """Reads the experts of groups with a slot for each of them, in the background."""

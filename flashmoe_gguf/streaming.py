@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from flashmoe_gguf._native import GroupCounts, NativeStream, policy_names
+from flashmoe_gguf._native import ForeignPolicy, GroupCounts, NativeStream, policy_names
 from flashmoe_gguf.budget import GroupCost, ring_buffers
 from flashmoe_gguf.errors import ExpertReadError, FlashMoEError, OptionError
+from flashmoe_gguf.policy import SIMULATED, PolicyClass, find_class
 from flashmoe_gguf.store import FAMILIES, Geometry
 
 # Four readers with requests of 1 MiB keep an NVMe drive busy and two cores free (DESIGN 2).
@@ -29,11 +30,14 @@ class Stats:
 
     Bytes, seconds and counts. `hits` and `lookups` count distinct experts per layer pass;
     the `decode_` ones only passes of one token. `wait_seconds` is time that compute threads
-    slept for experts, per thread. `given_back_bytes`: slots that the governor has closed.
-    Sizes (`*_bytes` of memory, `n_slots`) are as of now.
+    slept for experts, per thread. `policy_seconds` is time spent in a policy written in Python;
+    `policy_failure` says why lru has taken its place, and is empty while it works.
+    `given_back_bytes`: slots that the governor has closed. Sizes (`*_bytes` of memory, `n_slots`)
+    are as of now.
     """
 
     policy: str
+    policy_failure: str
     io_mode: str
     n_slots: int
     budget_bytes: int
@@ -65,6 +69,7 @@ class Stats:
     wait_seconds: float
     failed_loads: int
     verified: int
+    policy_seconds: float
 
     @property
     def misses(self) -> int:
@@ -116,13 +121,26 @@ _NAMES = [f.name for f in fields(Stats)]
 _COUNTERS = _NAMES[_NAMES.index("tokens") :]
 
 
-def choose_policy(name: str) -> str:
-    """The eviction policy for a name or `auto`; raises OptionError for an unknown one."""
+def choose_policy(name: str) -> str | PolicyClass:
+    """The eviction policy for a name, `auto` or `package.module:Class`, which this imports.
+
+    Raises OptionError for one that is unknown, or that only the simulator can follow.
+    """
+    if ":" in name:
+        return find_class(name)
     known = policy_names()
     if name == "auto":
         return AUTO_POLICY
+    if name in SIMULATED:
+        raise OptionError(
+            f"policy {name} needs to know the future, so nothing can run with it",
+            "`flashmoe simulate` shows what it would reach on a recorded trace",
+        )
     if name not in known:
-        raise OptionError(f"there is no policy '{name}'", f"one of auto, {', '.join(known)}")
+        raise OptionError(
+            f"there is no policy '{name}'",
+            f"one of auto, {', '.join(known)}, or package.module:Class for one in Python",
+        )
     return name
 
 
@@ -188,8 +206,9 @@ class ExpertStream:
         lookahead: str | int = "off",
     ) -> None:
         self.geometry = geometry
-        self.policy = choose_policy(policy)
         self.lookahead = parse_lookahead(lookahead)
+        self._chosen = choose_policy(policy)
+        self._foreign: ForeignPolicy | None = None
         self._process = os.getpid()
         self._budget_bytes = 0
         self._start_bytes = 0
@@ -239,7 +258,7 @@ class ExpertStream:
 
     def start(self, slots: tuple[int, ...], budget_bytes: int) -> None:
         """Allocates the slots of a plan; groups that fit as a whole fill in the background."""
-        self.native.start(slots, self.policy)
+        self.native.start(slots, self._make_policy(slots))
         self.native.fill()
         if self.lookahead is not None:
             ahead = self.lookahead
@@ -254,6 +273,24 @@ class ExpertStream:
     def resize(self, slots: tuple[int, ...]) -> None:
         """Uses so many slots per group from now on, no more than at the start."""
         self.native.resize(slots)
+
+    def _make_policy(self, slots: tuple[int, ...]) -> str | ForeignPolicy:
+        if isinstance(self._chosen, str):
+            return self._chosen
+        n_expert = [group.n_expert for group in self.geometry.groups]
+        made = self._chosen.make(n_expert, list(slots))
+        self._foreign = ForeignPolicy(self._chosen.name, made, n_expert)
+        return self._foreign
+
+    @property
+    def policy(self) -> str:
+        """Who decides now: a name, and the one that failed when lru has taken its place."""
+        chosen = self._chosen if isinstance(self._chosen, str) else self._chosen.name
+        return f"lru, as {chosen} failed" if self._failure else chosen
+
+    @property
+    def _failure(self) -> str:
+        return self._foreign.failure if self._foreign is not None else ""
 
     def groups(self) -> list[GroupCounts]:
         """Counters per group, in the geometry's order."""
@@ -276,7 +313,12 @@ class ExpertStream:
             )
 
     def raise_error(self) -> None:
-        """Raises ExpertReadError when a load has failed since the last call."""
+        """Raises ExpertReadError when a load has failed since the last call.
+
+        Also a KeyboardInterrupt that came while a policy of Python's was called.
+        """
+        if self._foreign is not None:
+            self._foreign.raise_interrupt()
         error = self.native.take_error()
         if error is None:
             return
@@ -297,6 +339,7 @@ class ExpertStream:
         direct, buffered = c.pop("files_direct"), c.pop("files_buffered")
         return Stats(
             policy=self.policy,
+            policy_failure=self._failure,
             io_mode="mixed" if direct and buffered else "direct" if direct else "buffered",
             n_slots=max((g.n_slots for g in self.groups()), default=0),
             given_back_bytes=self._start_bytes - c["slot_bytes"],
@@ -304,6 +347,7 @@ class ExpertStream:
             dense_bytes=self.geometry.dense_bytes,
             bytes_read=c.pop("read_bytes"),
             wait_seconds=c.pop("wait_ns") / 1e9,
+            policy_seconds=self._foreign.seconds if self._foreign is not None else 0.0,
             **c,
         )
 

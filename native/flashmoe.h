@@ -126,6 +126,24 @@ const char *fm_last_message(void);
 /* Names of the eviction policies, by index; NULL past the end. */
 const char *fm_policy_name(int32_t index);
 
+/* A policy that the caller brings along, see policy.h for what each function is told. Functions that
+ * are NULL are left out; victim is not. They are called by computing threads, one at a time, and must
+ * not call anything that is declared here. When one sets `failed`, or victim names an expert that may
+ * not leave, no function is called any more and lru takes over. */
+enum fm_foreign_failure { FM_FOREIGN_RAISED = 1, FM_FOREIGN_NAMED_WRONG = 2 };
+struct fm_foreign_policy {
+    void (*on_hit)(int32_t group, int32_t expert);
+    void (*on_miss)(int32_t group, int32_t expert);
+    void (*on_insert)(int32_t group, int32_t expert);
+    void (*on_remove)(int32_t group, int32_t expert);
+    int32_t (*victim)(int32_t group, const uint8_t *may_leave);
+    void (*end_token)(int32_t group);
+    void (*begin_sequence)(void);
+    int32_t failed; /* enum fm_foreign_failure; 0: it works */
+    int32_t named;  /* the wrong expert */
+    uint64_t ns;    /* spent in these functions */
+};
+
 /* Describe: files, then groups, then parts in the order up, gate_up, gate, down. Return an index, or -1. */
 fm_stream *fm_stream_new(const struct fm_options *options);
 /* drive: 0, one that a file was added with, or the next number. Each drive has its own readers, so
@@ -142,6 +160,8 @@ uint64_t fm_stream_ring_bytes(const fm_stream *stream);
 int32_t fm_stream_open(fm_stream *stream);
 /* Allocate slots, n_slots[n_groups]; once, after open, while no operation runs. */
 int32_t fm_stream_start(fm_stream *stream, const int32_t *n_slots, const char *policy);
+/* The same with a policy that stays with the caller until fm_stream_free. */
+int32_t fm_stream_start_foreign(fm_stream *stream, const int32_t *n_slots, struct fm_foreign_policy *policy);
 
 /* Reads the experts of groups that have a slot for each of them, in the background. */
 void fm_stream_fill(fm_stream *stream);
@@ -179,6 +199,7 @@ struct fm_simulation_setup {
     const int32_t *n_expert;  /* [n_layers] */
     const int32_t *n_slots;   /* [n_layers] */
     const char *policy;       /* one that fm_policy_name() knows, or belady, or belady-bypass */
+    struct fm_foreign_policy *foreign; /* in its place; NULL: none */
     uint64_t seed;            /* for policies that draw lots */
     int32_t bypass;           /* 1: what a token has just used may leave as well, in place of another */
     uint16_t *victims;        /* [n_tokens][n_layers][k] who left, in order, 65535 beforehand; NULL: not wanted */

@@ -71,6 +71,11 @@ struct fm_simulation_setup;
 extern const struct fm_policy_type fm_policy_belady;
 struct fm_policy *fm_belady_new(const struct fm_simulation_setup *setup);
 
+/* A policy of functions that somebody else brings along; foreign stays with the caller. */
+struct fm_foreign_policy;
+extern const struct fm_policy_type fm_policy_foreign;
+struct fm_policy *fm_foreign_new(struct fm_foreign_policy *foreign, const struct fm_policy_setup *setup);
+
 /* Most policies keep something per group and something per expert. Such a policy is one block of
  * zeros: an array of groups of its own type, which begins with this, then the experts of its own type. */
 struct fm_policy_group {

@@ -77,7 +77,9 @@ static bool init_layer(struct layer *layer, int32_t n_expert, int32_t n_slots) {
 
 static bool find_policy(struct fm_simulation *simulation) {
     const char *name = simulation->setup.policy;
-    if (strcmp(name, "belady") == 0) {
+    if (simulation->setup.foreign != NULL) {
+        simulation->type = &fm_policy_foreign;
+    } else if (strcmp(name, "belady") == 0) {
         simulation->type = &fm_policy_belady;
     } else if (strcmp(name, "belady-bypass") == 0) {
         simulation->type = &fm_policy_belady;
@@ -96,8 +98,13 @@ static bool new_policy(struct fm_simulation *simulation) {
         .n_slots = setup->n_slots,
         .seed = setup->seed,
     };
-    simulation->policy = simulation->type == &fm_policy_belady ? fm_belady_new(setup)
-                                                               : simulation->type->create(&policy_setup);
+    if (simulation->type == &fm_policy_belady) {
+        simulation->policy = fm_belady_new(setup);
+    } else if (simulation->type == &fm_policy_foreign) {
+        simulation->policy = fm_foreign_new(setup->foreign, &policy_setup);
+    } else {
+        simulation->policy = simulation->type->create(&policy_setup);
+    }
     return simulation->policy != NULL;
 }
 

@@ -218,7 +218,7 @@ static int32_t new_slots(struct fm_stream *stream, struct group *group, int32_t 
     return FM_OK;
 }
 
-static struct fm_policy *new_policy(struct fm_stream *stream, const int32_t *n_slots) {
+static struct fm_policy *new_policy(struct fm_stream *stream, const int32_t *n_slots, struct fm_foreign_policy *foreign) {
     int32_t *n_expert = malloc((size_t)stream->n_groups * sizeof *n_expert);
     if (n_expert == NULL) {
         return NULL;
@@ -227,18 +227,15 @@ static struct fm_policy *new_policy(struct fm_stream *stream, const int32_t *n_s
         n_expert[g] = stream->groups[g].n_expert;
     }
     const struct fm_policy_setup setup = {.n_groups = stream->n_groups, .n_expert = n_expert, .n_slots = n_slots};
-    struct fm_policy *policy = stream->policy_type->create(&setup);
+    struct fm_policy *policy = foreign != NULL ? fm_foreign_new(foreign, &setup) : stream->policy_type->create(&setup);
     free(n_expert);
     return policy;
 }
 
-int32_t fm_stream_start(fm_stream *stream, const int32_t *n_slots, const char *policy) {
+static int32_t start(fm_stream *stream, const int32_t *n_slots, const struct fm_policy_type *type,
+                     struct fm_foreign_policy *foreign) {
     if (stream->ring == NULL || stream->policy != NULL) {
         return fm_fail(FM_BAD_STATE, "the stream is not open, or started already");
-    }
-    stream->policy_type = fm_policy_find(policy);
-    if (stream->policy_type == NULL) {
-        return fm_fail(FM_BAD_ARGUMENT, "there is no eviction policy '%s'", policy);
     }
     size_t bytes = 0;
     for (int32_t g = 0; g < stream->n_groups; g++) {
@@ -247,9 +244,10 @@ int32_t fm_stream_start(fm_stream *stream, const int32_t *n_slots, const char *p
         }
         bytes += (size_t)n_slots[g] * stream->groups[g].slot_bytes;
     }
-    stream->policy = new_policy(stream, n_slots);
+    stream->policy_type = type;
+    stream->policy = new_policy(stream, n_slots, foreign);
     if (stream->policy == NULL) {
-        return fm_fail(FM_NO_MEMORY, "out of memory for policy %s", policy);
+        return fm_fail(FM_NO_MEMORY, "out of memory for policy %s", type->name);
     }
     if (bytes == 0) {
         return FM_OK;
@@ -268,6 +266,18 @@ int32_t fm_stream_start(fm_stream *stream, const int32_t *n_slots, const char *p
         memory += (size_t)n_slots[g] * group->slot_bytes;
     }
     return FM_OK;
+}
+
+int32_t fm_stream_start(fm_stream *stream, const int32_t *n_slots, const char *policy) {
+    const struct fm_policy_type *type = fm_policy_find(policy);
+    if (type == NULL) {
+        return fm_fail(FM_BAD_ARGUMENT, "there is no eviction policy '%s'", policy);
+    }
+    return start(stream, n_slots, type, NULL);
+}
+
+int32_t fm_stream_start_foreign(fm_stream *stream, const int32_t *n_slots, struct fm_foreign_policy *policy) {
+    return start(stream, n_slots, &fm_policy_foreign, policy);
 }
 
 void fm_stream_stats(fm_stream *stream, struct fm_stats *stats) {

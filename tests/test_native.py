@@ -116,7 +116,7 @@ def build_mode(mode: str, directory: Path) -> Mode:
         if sys.platform == "darwin" and program.stem in LINK_FLAGS:
             return  # its linker has no --wrap
         flags: list[str | Path] = [*MODES[mode], "-I", NATIVE, *LINK_FLAGS.get(program.stem, [])]
-        must_compile([*flags, program, *objects, "-lm", "-o", directory / program.stem])
+        must_compile([*flags, program, *objects, "-o", directory / program.stem, "-lm"])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(object_of, [*SOURCES, *SUPPORT]))
