@@ -371,6 +371,11 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         """Counters and use of experts per layer; empty when the model is not streamed."""
         return self._experts.use() if self._experts is not None else []
 
+    @property
+    def recorded_tokens(self) -> int:
+        """Tokens whose routing was recorded; 0 without `trace`."""
+        return self._recording.n_tokens if self._recording is not None else 0
+
     def save_trace(self) -> None:
         """Writes the routing recorded so far to `trace`, which goes on; not while computing.
 

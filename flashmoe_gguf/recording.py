@@ -53,6 +53,11 @@ class Recording:
         row_bytes = self._n_groups * k * (6 if with_probs else 2)
         native.start_trace(k, max(1, _MAX_BYTES // row_bytes), with_probs)
 
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of decodes that have succeeded."""
+        return self._rows
+
     def set_phase(self, answering: bool) -> None:
         """What is computed next: an answer's token or a prompt's."""
         if answering != self._answering:

@@ -14,6 +14,7 @@ from flashmoe_gguf.cli import (
     plan,
     pull,
     run,
+    trace,
     unpack,
     verify,
 )
@@ -68,6 +69,7 @@ for _command in (
     models.models,
     pull.pull,
     doctor.doctor,
+    trace.trace,
     demo.demo,
 ):
     main.add_command(_command)

@@ -14,8 +14,9 @@ from flashmoe_gguf.cli.interrupts import interrupt_flag
 from flashmoe_gguf.cli.options import DEFAULT_CTX, Choice, LoadOptions
 from flashmoe_gguf.cli.plan_text import plan_rows
 from flashmoe_gguf.cli.progress import Activity, State
-from flashmoe_gguf.cli.screen import Screen
+from flashmoe_gguf.cli.screen import Screen, count
 from flashmoe_gguf.errors import BudgetError, OptionError
+from flashmoe_gguf.gguf.cursor import shown
 from flashmoe_gguf.host import available_memory
 from flashmoe_gguf.store import Geometry, read_geometry
 
@@ -83,7 +84,10 @@ def loaded(
             _note_memory(screen, model.plan)
         yield model
     finally:
+        recorded = llm.recorded_tokens if options.trace else 0
         llm.close()
+        if options.trace:
+            screen.line(f"trace: {count(recorded, 'token')} in {shown(options.trace)}", "dim")
 
 
 def note_template(screen: Screen, model: Loaded) -> None:
@@ -159,6 +163,8 @@ def _load(options: LoadOptions, screen: Screen, n_ctx: int) -> Any:
                 io=options.io,
                 verify=options.verify,
                 n_slots=options.n_slots,
+                trace=options.trace,
+                trace_probs=options.trace_probs,
                 progress=progress,
                 **arguments,
             )

@@ -24,7 +24,7 @@ DEFAULT_BATCH = 512
 
 MAX_THREADS = 512  # ggml.h: GGML_MAX_N_THREADS; more ends the process
 
-_STREAM_ONLY = ("ram", "policy", "io", "verify", "n_slots")
+_STREAM_ONLY = ("ram", "policy", "io", "verify", "n_slots", "trace")
 
 
 class Finite(click.FloatRange):
@@ -56,6 +56,8 @@ class LoadOptions:
     ubatch: int = DEFAULT_BATCH
     flash_attn: bool = False
     verbose: bool = False
+    trace: str | None = None
+    trace_probs: bool = False
 
     @property
     def n_threads(self) -> int:
@@ -77,9 +79,20 @@ def default_threads() -> int:
 
 def load_options(command: F) -> F:
     """MODEL and everything that says how to load it; the command gets `load: LoadOptions`."""
+    option = click.option(
+        "--trace",
+        type=FilePath(),
+        metavar="FILE",
+        help="Record which experts every token uses, as `flashmoe trace` does.",
+    )
+    return load_options_without_trace(option(command), model_required=True)
+
+
+def load_options_without_trace(command: F, *, model_required: bool) -> F:
+    """The same for a command that has its own option for it; no MODEL: `load.model` is empty."""
     for option in reversed(
         (
-            click.argument("model", type=FilePath()),
+            click.argument("model", type=FilePath(), required=model_required),
             click.option(
                 "--ram",
                 metavar="SIZE",
@@ -268,11 +281,12 @@ def _gather(command: F, name: str, make: Callable[[dict[str, Any]], Any]) -> F:
 
 def _make_load_options(options: dict[str, Any]) -> LoadOptions:
     no_stream = options.pop("no_stream")
-    names = ("model", "ram", "policy", "io", "verify", "n_slots", "ctx", "threads", "batch")
+    names = ("ram", "policy", "io", "verify", "n_slots", "ctx", "threads", "batch")
     values = {name: options.pop(name) for name in (*names, "ubatch", "flash_attn", "verbose")}
     if parse_ram(values["ram"]) is None:
         values["ram"] = None  # "auto"
-    load = LoadOptions(**values, stream=not no_stream)
+    model, trace = options.pop("model") or "", options.pop("trace", None)
+    load = LoadOptions(model, **values, trace=trace, stream=not no_stream)
     if no_stream:
         for name in _STREAM_ONLY:
             if getattr(load, name) != getattr(LoadOptions, name):

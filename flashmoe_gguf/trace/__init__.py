@@ -2,6 +2,8 @@
 
 from flashmoe_gguf.trace.collect import Collection, Column, Rows
 from flashmoe_gguf.trace.file import NO_EXPERT, Trace, check_target, read_trace, write_trace
+from flashmoe_gguf.trace.importing import import_routes
+from flashmoe_gguf.trace.prompts import read_prompts
 
 __all__ = [
     "NO_EXPERT",
@@ -10,6 +12,8 @@ __all__ = [
     "Rows",
     "Trace",
     "check_target",
+    "import_routes",
+    "read_prompts",
     "read_trace",
     "write_trace",
 ]

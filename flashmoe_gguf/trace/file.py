@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,16 +97,21 @@ def read_trace(path: Path, n_expert: int | None = None) -> Trace:
     Raises TraceError when the file is none, or its arrays do not fit together.
     """
     try:
-        with np.load(path, allow_pickle=False) as data:
+        with open(path, "rb") as file:
+            data = np.load(file, allow_pickle=False)
             if not isinstance(data, np.lib.npyio.NpzFile):
                 raise _bad(path, "it holds one array, not named ones")
             arrays: dict[str, npt.NDArray[Any]] = {
                 name: data[name] for name in _ARRAYS if name in data.files
             }
     except OSError as error:
-        raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, EOFError, zipfile.BadZipFile, KeyError, MemoryError) as error:
-        raise _bad(path, str(error) or "damaged") from error
+        raise TraceError(
+            f"cannot read {path}: {error.strerror or error}", "check the path"
+        ) from error
+    except TraceError:
+        raise
+    except Exception as error:  # numpy and zipfile fail in many ways on damaged bytes
+        raise _bad(path, " ".join(str(error).split()) or "damaged") from error
     if "experts" not in arrays:
         raise _bad(path, "it has no array 'experts'")
     return _checked(path, arrays, n_expert)
