@@ -2,9 +2,9 @@
 
 How (a qwen3moe model, its residual stream divided into three parts):
 
-- routing, n_layer * n_expert dimensions: one for each expert. A token's embedding
-  is positive in those of the experts it must choose, falling a little by rank, and
-  zero elsewhere; each layer's router reads only its own dimensions.
+- routing, n_layer * n_expert dimensions, or as many as the others leave: a direction
+  for each expert. A token's embedding makes the router of each layer choose its
+  experts (synthetic_routing.py); routers read nothing else.
 - identity, 128 dimensions: a random code for each token. Row i + 1 of the output
   head is token i's code, so the arg-max is the next token.
 - work, all others: random. Attention and experts read everything but write only
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,16 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
 from flashmoe_gguf.bench.q4k import BLOCK_BYTES, BLOCK_WEIGHTS, random_q4_k
+from flashmoe_gguf.bench.synthetic_routing import (
+    MAX_CROWDING,
+    Routing,
+    crowded_routing,
+    orthogonal_routing,
+)
 from flashmoe_gguf.errors import OptionError
 
 IDENTITY_WIDTH = 128
 _MIN_WORK_WIDTH = 64
-_ROUTER_GAIN = 2.0
-_LAST_RANK_LEVEL = 0.6
 # What experts and attention add per layer, relative to the stream: small, so that its
 # size stays about the same down the layers, but well above float rounding.
 _WRITE_GAIN = 0.25
@@ -51,12 +55,15 @@ def replay_text(first: int, count: int) -> str:
 
 @dataclass(frozen=True)
 class ReplayTensor:
-    """One tensor to be written: `row_shape` is slowest first, its last entry in bytes."""
+    """One tensor to be written: `row_shape` is slowest first, its last entry in bytes.
+
+    `parts` makes its data, in pieces of a few megabytes.
+    """
 
     name: str
     qtype: GGMLQuantizationType
     row_shape: tuple[int, ...]
-    make: Callable[[], npt.NDArray[Any]]
+    parts: Callable[[], Iterator[npt.NDArray[Any]]]
 
     @property
     def n_bytes(self) -> int:
@@ -65,7 +72,10 @@ class ReplayTensor:
 
 @dataclass(frozen=True)
 class ReplayModel:
-    """The arguments of a replay model and what follows from them."""
+    """The arguments of a replay model and what follows from them.
+
+    `head_width` 0 divides the width among the heads.
+    """
 
     experts: npt.NDArray[np.integer[Any]]
     n_expert: int
@@ -73,7 +83,8 @@ class ReplayModel:
     expert_width: int
     n_head: int
     n_head_kv: int
-    seed: int
+    seed: int = 0
+    head_width: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -92,8 +103,14 @@ class ReplayModel:
         return self.n_tokens + 3 + 256
 
     @property
+    def head(self) -> int:
+        """Width of an attention head."""
+        return self.head_width or self.width // self.n_head
+
+    @property
     def routing_width(self) -> int:
-        return self.n_layer * self.n_expert
+        available = self.width - IDENTITY_WIDTH - _MIN_WORK_WIDTH
+        return min(self.n_layer * self.n_expert, available)
 
     @property
     def read_only_width(self) -> int:
@@ -126,17 +143,31 @@ class ReplayModel:
                 f"widths {self.width} and {self.expert_width} are not multiples of 256",
                 "Q4_K rows are whole blocks of 256 weights",
             )
-        if self.width % self.n_head or self.n_head % self.n_head_kv:
+        if min(self.n_head, self.n_head_kv) < 1 or self.n_head % self.n_head_kv:
             raise OptionError(
-                f"{self.n_head} heads over {self.n_head_kv} do not divide width {self.width}"
+                f"{self.n_head} heads do not share {self.n_head_kv} key-value heads evenly"
             )
-        needed = self.read_only_width + _MIN_WORK_WIDTH
-        if needed > self.width:
+        if not self.head_width and self.width % self.n_head:
+            raise OptionError(f"{self.n_head} heads do not divide width {self.width}")
+        if self.n_head * self.head % BLOCK_WEIGHTS or self.head % 2:
             raise OptionError(
-                f"{self.n_layer} layers of {self.n_expert} experts need width {needed}, "
+                f"{self.n_head} heads of width {self.head} do not make whole blocks of 256 weights"
+            )
+        needed = self.n_layer * self.n_expert / MAX_CROWDING
+        if self.routing_width < needed:
+            needed += IDENTITY_WIDTH + _MIN_WORK_WIDTH
+            raise OptionError(
+                f"{self.n_layer} layers of {self.n_expert} experts need width {needed:.0f}, "
                 f"not {self.width}",
                 "replay fewer layers of the trace or use a wider model",
             )
+
+    @cached_property
+    def routing(self) -> Routing:
+        """How its tokens route; OptionError where that would depend on rounding."""
+        if self.routing_width == self.n_layer * self.n_expert:
+            return orthogonal_routing(self.experts, self.n_expert)
+        return crowded_routing(self.experts, self.n_expert, self.routing_width, self.seed)
 
     def _bits(self, *key: int) -> np.random.BitGenerator:
         return np.random.SFC64([self.seed, *key])
@@ -147,21 +178,17 @@ class ReplayModel:
         signs = rng.integers(0, 2, (self.n_tokens + 1, IDENTITY_WIDTH))
         return (2 * signs - 1).astype(np.float32)
 
-    def _embedding(self) -> npt.NDArray[np.float16]:
+    def _embedding(self) -> Iterator[npt.NDArray[np.float16]]:
         rng = np.random.Generator(self._bits(1))
         rows = np.zeros((self.n_tokens, self.width), np.float16)
-        levels = np.linspace(1.0, _LAST_RANK_LEVEL, self.top_k).astype(np.float16)
-        columns = np.arange(self.n_layer)[:, None] * self.n_expert + self.experts.astype(np.int64)
-        np.put_along_axis(
-            rows, columns.reshape(self.n_tokens, -1), np.tile(levels, self.n_layer)[None], axis=1
-        )
+        rows[:, : self.routing_width] = self.routing.embedding
         rows[:, self.routing_width : self.read_only_width] = self._codes()[:-1]
         work = rng.standard_normal((self.n_tokens, self.width - self.read_only_width), np.float32)
         rows[:, self.read_only_width :] = work
         # Tokens beyond the trace (end, start, unknown, bytes) stand in for earlier ones.
-        return rows[np.arange(self.n_vocab) % self.n_tokens]
+        yield rows[np.arange(self.n_vocab) % self.n_tokens]
 
-    def _head(self) -> npt.NDArray[np.uint8]:
+    def _output(self) -> Iterator[npt.NDArray[np.uint8]]:
         rng = np.random.Generator(self._bits(2))
         rows = np.zeros((self.n_vocab, self.width), np.float32)
         codes = self._codes()
@@ -169,57 +196,54 @@ class ReplayModel:
         rows[1 : self.n_tokens + 1, self.routing_width : self.read_only_width] = codes[:-1]
         work = rng.standard_normal((self.n_vocab, self.width - self.read_only_width), np.float32)
         rows[:, self.read_only_width :] = _HEAD_NOISE * work
-        return quantize(rows, GGMLQuantizationType.Q8_0)
+        yield quantize(rows, GGMLQuantizationType.Q8_0)
 
-    def _router(self, layer: int) -> npt.NDArray[np.float32]:
+    def _router(self, layer: int) -> Iterator[npt.NDArray[np.float32]]:
         rows = np.zeros((self.n_expert, self.width), np.float32)
-        experts = np.arange(self.n_expert)
-        rows[experts, layer * self.n_expert + experts] = _ROUTER_GAIN
-        return rows
+        rows[:, : self.routing_width] = self.routing.router(layer, self.n_expert)
+        yield rows
 
-    def _matrix(
+    def _matrices(
         self, key: tuple[int, ...], rows: int, width: int, gain: float, zero_rows: int, n: int
-    ) -> npt.NDArray[np.uint8]:
-        """`n` random Q4_K matrices [n, rows, bytes of a row]."""
-        row_bytes = width // BLOCK_WEIGHTS * BLOCK_BYTES
-        out = np.empty((n, rows, row_bytes), np.uint8)
+    ) -> Iterator[npt.NDArray[np.uint8]]:
+        """`n` random Q4_K matrices [rows, bytes of a row], one by one."""
         std = gain / width**0.5
         for i in range(n):
-            out[i] = random_q4_k(rows, width, std, self._bits(*key, i), zero_rows=zero_rows)
-        return out
+            yield random_q4_k(rows, width, std, self._bits(*key, i), zero_rows=zero_rows)
 
     def tensors(self) -> Iterator[ReplayTensor]:
         """All tensors in file order; their data is made when asked for."""
         types = GGMLQuantizationType
-        width, head = self.width, self.width // self.n_head
+        width, head = self.width, self.head
 
         def norm(name: str, n: int) -> ReplayTensor:
-            return ReplayTensor(
-                f"{name}.weight", types.F32, (n * 4,), partial(np.ones, n, np.float32)
-            )
+            def ones() -> Iterator[npt.NDArray[np.float32]]:
+                yield np.ones(n, np.float32)
+
+            return ReplayTensor(f"{name}.weight", types.F32, (n * 4,), ones)
 
         def q4_k(
             name: str, rows: int, cols: int, key: int, *, writes: bool = False, n: int = 0
         ) -> ReplayTensor:
             row_bytes = cols // BLOCK_WEIGHTS * BLOCK_BYTES
             gain, zero_rows = (_WRITE_GAIN, self.read_only_width) if writes else (1.0, 0)
-            make = partial(self._matrix, (3, layer, key), rows, cols, gain, zero_rows, n or 1)
+            parts = partial(self._matrices, (3, layer, key), rows, cols, gain, zero_rows, n or 1)
             shape = (n, rows, row_bytes) if n else (rows, row_bytes)
-            return ReplayTensor(f"blk.{layer}.{name}.weight", types.Q4_K, shape, make)
+            return ReplayTensor(f"blk.{layer}.{name}.weight", types.Q4_K, shape, parts)
 
-        head_bytes = width // 32 * 34
+        output_bytes = width // 32 * 34
         yield ReplayTensor(
             "token_embd.weight", types.F16, (self.n_vocab, 2 * width), self._embedding
         )
         yield norm("output_norm", width)
-        yield ReplayTensor("output.weight", types.Q8_0, (self.n_vocab, head_bytes), self._head)
+        yield ReplayTensor("output.weight", types.Q8_0, (self.n_vocab, output_bytes), self._output)
         for layer in range(self.n_layer):
             block = f"blk.{layer}"
             yield norm(f"{block}.attn_norm", width)
-            yield q4_k("attn_q", width, width, 0)
+            yield q4_k("attn_q", self.n_head * head, width, 0)
             yield q4_k("attn_k", self.n_head_kv * head, width, 1)
             yield q4_k("attn_v", self.n_head_kv * head, width, 2)
-            yield q4_k("attn_output", width, width, 3, writes=True)
+            yield q4_k("attn_output", width, self.n_head * head, 3, writes=True)
             yield norm(f"{block}.attn_q_norm", head)
             yield norm(f"{block}.attn_k_norm", head)
             yield norm(f"{block}.ffn_norm", width)

@@ -1,9 +1,10 @@
 """Generated models of real shape that replay an expert-routing trace when they decode.
 
 Greedy decoding of such a model, in any llama.cpp program, walks through the
-trace: token i of the vocabulary stands for token i of the trace, routes to
-exactly its experts in every layer, and is followed by token i + 1. So speed can
-be measured on real routing and real sizes without real weights.
+trace: token i of the vocabulary stands for token i of the trace, routes to its
+experts in every layer, and is followed by token i + 1. So speed can be measured on
+real routing and real sizes without real weights. With more experts than dimensions
+some routes may differ from the trace: `ReplayModel.routing` has the real ones.
 
 The routing part never changes from layer to layer: a predictor that applies the
 next layer's router early is always right here. Never quote such gains from it.
@@ -13,25 +14,38 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter, TokenType
+from gguf import GGUF_DEFAULT_ALIGNMENT, GGUFWriter, TokenType
 
-from flashmoe_gguf.bench.replay_weights import ReplayModel, replay_text
+from flashmoe_gguf.bench.replay_weights import ReplayModel, ReplayTensor, replay_text
 from flashmoe_gguf.bench.synthetic_trace import synthetic_trace
 from flashmoe_gguf.errors import FlashMoEError
 
-__all__ = ["SHAPES", "Shape", "build_replay_model", "replay_text", "synthetic_trace"]
+__all__ = [
+    "SHAPES",
+    "Shape",
+    "build_replay_model",
+    "replay_text",
+    "synthetic_trace",
+    "write_replay_model",
+]
 
 Experts = npt.NDArray[np.integer[Any]]
 
+# In the file: the share of the wished experts that it obtains.
+SHARE_KEY = "flashmoe.wished_share"
 _FREE_SPACE_MARGIN = 64 << 20
+# Progress is reported about this often.
+_REPORT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -45,12 +59,14 @@ class Shape:
     expert_width: int
     n_head: int
     n_head_kv: int
+    head_width: int = 128
 
 
 SHAPES: dict[str, Shape] = {
     # gpt-oss-20b's routing over experts of 5.3 MB, 4.1 GB of them (the real ones: 13.2 MB).
     "gpt-oss-20b": Shape(24, 32, 4, 2048, 1536, 16, 4),
     "olmoe": Shape(16, 64, 8, 2048, 1024, 16, 16),
+    "qwen3-30b": Shape(48, 128, 8, 2048, 768, 32, 4),
 }
 
 
@@ -69,21 +85,91 @@ def build_replay_model(
 ) -> Path:
     """Write a model to `path` that replays `experts` [tokens, layers, k]; return `path`.
 
-    The vocabulary is the trace tokens, then `</s>` (which follows the last of them), `<s>`,
-    `<unk>` and the 256 bytes (each standing for some trace token, so that any text is a
-    valid prompt). The same arguments give the same bytes. The file appears under its name
-    only when complete; one tensor at a time is in memory. `progress(done_bytes,
-    total_bytes)` is called after each tensor.
-
-    Raises OptionError for sizes or a trace that cannot be replayed, FlashMoEError if the
-    disk has not enough room.
+    Raises what `write_replay_model` does, and OptionError for sizes or a trace that cannot
+    be replayed.
     """
     model = ReplayModel(np.asarray(experts), n_expert, width, expert_width, n_head, n_head_kv, seed)
+    write_replay_model(path, model, n_ctx=n_ctx, progress=progress)
+    return path
+
+
+def write_replay_model(
+    path: Path,
+    model: ReplayModel,
+    *,
+    n_ctx: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write `model` to `path`.
+
+    The vocabulary is the trace tokens, then `</s>` (which follows the last of them), `<s>`,
+    `<unk>` and the 256 bytes (each standing for some trace token, so that any text is a
+    valid prompt). The same model gives the same bytes. The file appears under its name
+    only when complete; one expert at a time is in memory. `progress(done_bytes,
+    total_bytes)` is called every few megabytes.
+
+    Raises OptionError for a model that cannot be, FlashMoEError if the disk has not enough
+    room or another process is writing the same file.
+    """
     model.check()
     tensors = list(model.tensors())
-    total = sum(tensor.n_bytes for tensor in tensors)
-    _check_space(path, total)
-    unfinished = path.with_name(path.name + ".partial")
+    unfinished = unfinished_path(path)
+    with _sole_writer(unfinished):
+        try:
+            check_space(path, model)
+            _write_header(unfinished, model, tensors, n_ctx)
+            _append_tensors(unfinished, tensors, progress)
+            unfinished.replace(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+
+def unfinished_path(path: Path) -> Path:
+    """Where the bytes of `path` are until all of them are there."""
+    return path.with_name(path.name + ".partial")
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether some process, this one included, is writing `path` now."""
+    try:
+        with unfinished_path(path).open("rb+") as file:
+            return not _lock(file)
+    except OSError:
+        return False
+
+
+@contextmanager
+def _sole_writer(unfinished: Path) -> Iterator[None]:
+    """Holds a lock on the unfinished file, which the kernel drops when a builder dies."""
+    try:
+        with unfinished.open("ab") as file:
+            if not _lock(file):
+                raise FlashMoEError(
+                    f"another process is writing {unfinished.name}", "wait until it is done"
+                )
+            yield
+    except OSError as error:
+        raise FlashMoEError(
+            f"cannot write {unfinished}: {error.strerror or error}", "choose another folder"
+        ) from error
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Takes the lock that goes with this open file; False if another has it."""
+    if sys.platform != "win32":  # without flock two builders disturb each other
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def _write_header(
+    unfinished: Path, model: ReplayModel, tensors: list[ReplayTensor], n_ctx: int
+) -> None:
     writer = GGUFWriter(unfinished, "qwen3moe")
     try:
         _add_metadata(writer, model, n_ctx)
@@ -92,22 +178,39 @@ def build_replay_model(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        done = 0
-        for t in tensors:
-            writer.write_tensor_data(t.make().view(np.uint8).reshape(t.row_shape))
-            done += t.n_bytes
-            if progress is not None:
-                progress(done, total)
-        writer.close()
-        with unfinished.open("rb+") as written:
-            os.fsync(written.fileno())
-        unfinished.replace(path)
-    except BaseException:
+    finally:
         with suppress(Exception):
             writer.close()
-        unfinished.unlink(missing_ok=True)
-        raise
-    return path
+
+
+def _append_tensors(
+    unfinished: Path, tensors: list[ReplayTensor], progress: Callable[[int, int], None] | None
+) -> None:
+    """Writes all tensor data, each on the next multiple of the alignment, and syncs it."""
+    done, told, total = 0, 0, sum(tensor.n_bytes for tensor in tensors)
+    with unfinished.open("ab", buffering=0) as file:
+        _pad(file)
+        for tensor in tensors:
+            for part in tensor.parts():
+                _write_all(file, part.reshape(-1).view(np.uint8).data)
+                done += part.nbytes
+                if progress is not None and (done - told >= _REPORT_BYTES or done == total):
+                    progress(done, total)
+                    told = done
+            _pad(file)
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            # A model as large as memory would push everything else out of the page cache.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _pad(file: FileIO) -> None:
+    _write_all(file, memoryview(bytes(-file.tell() % GGUF_DEFAULT_ALIGNMENT)))
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
 
 
 def _add_metadata(writer: GGUFWriter, model: ReplayModel, n_ctx: int) -> None:
@@ -126,8 +229,12 @@ def _add_metadata(writer: GGUFWriter, model: ReplayModel, n_ctx: int) -> None:
     writer.add_expert_used_count(model.top_k)
     writer.add_head_count(model.n_head)
     writer.add_head_count_kv(model.n_head_kv)
+    if model.head_width:
+        writer.add_key_length(model.head_width)
+        writer.add_value_length(model.head_width)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(model.n_vocab)
+    writer.add_float32(SHARE_KEY, model.routing.wished_share)
 
     kinds = [TokenType.NORMAL] * n + [TokenType.CONTROL] * 2 + [TokenType.UNKNOWN]
     words = [*replay_text(0, n), "</s>", "<s>", "<unk>", *(f"<0x{b:02X}>" for b in range(256))]
@@ -143,8 +250,9 @@ def _add_metadata(writer: GGUFWriter, model: ReplayModel, n_ctx: int) -> None:
     writer.add_add_space_prefix(False)
 
 
-def _check_space(path: Path, n_bytes: int) -> None:
-    needed = n_bytes + _FREE_SPACE_MARGIN
+def check_space(path: Path, model: ReplayModel) -> None:
+    """Raise FlashMoEError if there is no room for `model` at `path`."""
+    needed = sum(tensor.n_bytes for tensor in model.tensors()) + _FREE_SPACE_MARGIN
     free = shutil.disk_usage(path.parent).free
     if free < needed:
         raise FlashMoEError(
