@@ -55,10 +55,10 @@ class Statistics:
 
 # Fitted to the traces of these models; see docs/SYNTHETIC.md.
 STATISTICS: dict[str, Statistics] = {
-    "gpt-oss-20b": Statistics(0.28, 3.6, 0.8, 0.8, 0.9, 5.0, 0.22, 0.8, 0.3),
-    "olmoe": Statistics(0.28, 3.6, 0.8, 0.8, 0.9, 5.0, 0.22, 0.8, 0.3),
-    "qwen3-30b": Statistics(0.28, 3.6, 0.8, 0.8, 0.9, 5.0, 0.22, 0.8, 0.3),
-    "kimi-linear": Statistics(0.28, 3.6, 0.8, 0.8, 0.9, 5.0, 0.22, 0.8, 0.3),
+    "gpt-oss-20b": Statistics(1.4, 10.0, 1.15, 0.40, 0.50, 8.0, 0.82, 0.98, 0.25),
+    "olmoe": Statistics(0.9, 7.2, 1.20, 0.90, 0.80, 9.0, 0.22, 0.64, 0.22),
+    "qwen3-30b": Statistics(1.9, 4.5, 0.89, 0.57, 0.27, 3.2, 0.48, 1.12, 0.26),
+    "kimi-linear": Statistics(0.65, 4.9, 1.04, 0.60, 1.15, 9.0, 0.20, 0.74, 0.25),
 }
 
 # The largest layer for which each is taken.
