@@ -1,54 +1,100 @@
 """One arm of a speed comparison, in a process of its own: load, prefill, decode greedily, report.
 
-Reads an `Arm` as JSON from its argument and prints one JSON row. Timing starts after loading; every
-step's logits are hashed, so that arms can be held to the same output.
+Reads an `Arm` (JSON) from stdin and writes events to stdout, one JSON object per line: `progress`
+now and then, in the end `result`; or `error`, with exit code 2. Decoding is timed after loading and
+warming up; every step's logits are hashed, outside the time, so that arms can be held to the same
+output.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+import xxhash
+
+from flashmoe_gguf.errors import FlashMoEError, OptionError
+
+STREAMED, STOCK, STOCK_DEFAULT = "streamed", "stock", "stock-default"
+
+Emit = Callable[[dict[str, Any]], None]
+
+# The child imports what its parent imports, wherever it was started.
+_START = (
+    "import sys; sys.path[:] = sys.argv[1:]; "
+    "from flashmoe_gguf.bench.arm import main; sys.exit(main())"
+)
+_PROGRESS_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What to run. `stream` False: stock llama.cpp (mmap, weights not repacked)."""
+    """What to run.
+
+    - kind: STREAMED; STOCK, unpatched llama.cpp, mmap, weights not repacked; STOCK_DEFAULT, the
+      same with llama-cpp-python's defaults, which repack.
+    - prompt: token ids, `n_prompt` of them; where it is empty `text` is tokenized, and repeated or
+      cut to `n_prompt` tokens.
+    - n_warmup tokens are decoded before the clock starts, then n_gen; at most `seconds` are spent
+      on either, but one token of n_gen is always made. None: as long as it takes.
+    - ram, n_slots, policy, io, lookahead: as the arguments of `Llama`; streamed only. `lookahead`
+      None leaves it to `Llama`.
+    """
 
     name: str
     model: str
-    prompt: Sequence[int]
     n_gen: int
+    prompt: Sequence[int] = ()
+    text: str = ""
+    n_prompt: int = 64
     n_warmup: int = 0
+    seconds: float | None = None
     n_ctx: int = 1024
     n_ubatch: int = 128
     n_threads: int = 2
-    stream: bool = True
+    kind: str = STREAMED
     ram: int | None = None
     n_slots: int | None = None
     policy: str = "auto"
     io: str = "auto"
-    lookahead: str = "auto"
+    lookahead: str | int = "auto"
+
+
+def command() -> list[str]:
+    """The command of a child that runs the arm on its stdin."""
+    return [sys.executable, "-P" if sys.version_info >= (3, 11) else "-s", "-c", _START, *_paths()]
+
+
+def _paths() -> list[str]:
+    return [path for path in sys.path if path]
+
+
+def to_json(arm: Arm) -> str:
+    """What the child reads."""
+    return json.dumps({**asdict(arm), "prompt": list(arm.prompt)})
 
 
 def load(arm: Arm) -> Any:
     """A llama_cpp.Llama on the library set that the arm asks for."""
+    n_batch = min(arm.n_ctx, 2048)
     options: dict[str, Any] = {
         "n_ctx": arm.n_ctx,
-        "n_batch": min(arm.n_ctx, 2048),
-        "n_ubatch": arm.n_ubatch,
+        "n_batch": n_batch,
+        "n_ubatch": min(arm.n_ubatch, n_batch),
         "n_threads": arm.n_threads,
         "n_threads_batch": arm.n_threads,
         "verbose": False,
     }
-    if arm.stream:
+    if arm.kind == STREAMED:
         from flashmoe_gguf.llama import Llama
 
         return Llama(
@@ -62,69 +108,188 @@ def load(arm: Arm) -> Any:
         )
     from flashmoe_gguf.stock import plain_llama, without_repacking
 
-    return plain_llama("stock", without_repacking)(arm.model, **options)
+    adjust = without_repacking if arm.kind == STOCK else _leave_alone
+    return plain_llama("stock", adjust)(arm.model, **options)
 
 
-def run(arm: Arm) -> dict[str, Any]:
-    """Runs the arm; one row of figures. Seconds, bytes, tokens per second."""
+def _leave_alone(params: Any) -> None:
+    """llama-cpp-python's defaults."""
+
+
+def run(arm: Arm, emit: Emit = lambda event: None) -> dict[str, Any]:
+    """Runs the arm; one row of figures. Seconds, bytes, tokens per second.
+
+    `logits` and `tokens` have an entry per step: the prompt's last token, each token of the
+    warm-up, each token decoded.
+    """
+    started = psutil.Process().create_time()  # the operating system's, to 10 ms
+    _report(emit, "loading")
     begun = time.perf_counter()
     llm = load(arm)
     load_seconds = time.perf_counter() - begun
-    import llama_cpp
+    try:
+        return _Run(arm, llm, emit).figures(started, load_seconds)
+    finally:
+        llm.close()
 
-    hashes: list[str] = []
-    n_vocab = llm.n_vocab()
 
-    def step(tokens: Sequence[int]) -> tuple[int, float]:
-        at = time.perf_counter()
-        llm.eval(list(tokens))
-        row = llama_cpp.llama_get_logits_ith(llm._ctx.ctx, -1)
-        logits = np.ctypeslib.as_array(row, shape=(n_vocab,)).copy()
-        seconds = time.perf_counter() - at
-        hashes.append(hashlib.sha256(logits.tobytes()).hexdigest()[:16])
-        return int(logits.argmax()), seconds
+class _Run:
+    """A loaded model being decoded: the tokens and logits so far."""
 
-    token, prefill_seconds = step(arm.prompt)
-    for _ in range(arm.n_warmup):
-        token, _ = step([token])
-    before = llm.stats() if arm.stream else None
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-    seconds = []
-    for _ in range(arm.n_gen):
-        token, taken = step([token])
-        seconds.append(taken)
-    total = sum(seconds)
-    row = {
-        "arm": arm.name,
-        "load_seconds": load_seconds,
-        "prefill_seconds": prefill_seconds,
-        "prefill_tok_s": len(arm.prompt) / prefill_seconds,
-        "decode_tok_s": arm.n_gen / total,
-        "decode_ms_median": float(np.median(seconds) * 1e3),
-        "major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults,
-        "logits": hashes,
-    }
-    if before is not None:
-        delta = llm.stats() - before
-        row |= {
+    def __init__(self, arm: Arm, llm: Any, emit: Emit) -> None:
+        import llama_cpp
+
+        self._arm, self._llm, self._emit = arm, llm, emit
+        self._logits_of = llama_cpp.llama_get_logits_ith
+        self._n_vocab = int(llm.n_vocab())
+        self._hashes: list[str] = []
+        self._tokens: list[int] = []
+
+    def figures(self, started: float, load_seconds: float) -> dict[str, Any]:
+        arm = self._arm
+        prompt = prompt_tokens(arm, self._llm)
+        written = io_bytes()
+        _report(self._emit, "prefill", 0, len(prompt))
+        at_prompt = self._stats()
+        prefill_seconds = self._step(prompt)
+        first_token_seconds = time.time() - started
+        prefill = self._stats() - at_prompt if at_prompt is not None else None
+        warmup = self._decode("warming up", arm.n_warmup)
+        before, read = self._stats(), io_bytes()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        seconds = self._decode("decoding", arm.n_gen, least=1)
+        total = sum(seconds)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults
+        end = io_bytes()
+        row = {
+            "load_seconds": load_seconds,
+            "first_token_seconds": first_token_seconds,
+            "prefill_seconds": prefill_seconds,
+            "prefill_tok_s": len(prompt) / prefill_seconds,
+            "warmup_seconds": sum(warmup),
+            "n_warmup": len(warmup),
+            "n_gen": len(seconds),
+            "decode_tok_s": len(seconds) / total,
+            "decode_ms_median": float(np.median(seconds) * 1e3),
+            "major_faults": faults,
+            "bytes_read": end[0] - read[0] if end and read else None,
+            "bytes_written": end[1] - written[1] if end and written else None,
+            "process_swap_bytes": swapped_bytes(),
+            "hit_rate": None,
+            "lookups": None,
+            "logits": self._hashes,
+            "tokens": self._tokens,
+        }
+        if before is not None:
+            row |= self._streamed(self._stats() - before, prefill, total)
+        elif arm.kind == STREAMED:
+            row["lookups"] = 0  # a model without experts
+        return row
+
+    def _streamed(self, delta: Any, prefill: Any, seconds: float) -> dict[str, Any]:
+        plan = self._llm.plan
+        return {
             "n_slots": delta.n_slots,
+            "group_slots": list(plan.slots) if plan is not None else [],
             "policy": delta.policy,
             "io_mode": delta.io_mode,
             "hit_rate": delta.decode_hit_rate,
             "lookups": delta.lookups,
-            "bytes_read": delta.bytes_read,
+            "expert_bytes_read": delta.bytes_read,
+            "missed_bytes": delta.missed_bytes,
             "read_amplification": delta.bytes_read / max(delta.missed_bytes, 1),
+            "wait_share": delta.wait_seconds / seconds,
             "guesses": [delta.guesses, delta.guesses_used, delta.guesses_overtaken],
-            "wait_share": delta.wait_seconds / total,
+            "prefill_expert_bytes_read": prefill.bytes_read,
         }
-    llm.close()
-    return row
+
+    def _stats(self) -> Any:
+        return self._llm.stats() if self._arm.kind == STREAMED else None
+
+    def _decode(self, phase: str, n_tokens: int, least: int = 0) -> list[float]:
+        """Seconds of each token; fewer than asked for when the time is up."""
+        seconds: list[float] = []
+        begun = said = time.monotonic()
+        while len(seconds) < n_tokens:
+            now = time.monotonic()
+            late = self._arm.seconds is not None and now - begun >= self._arm.seconds
+            if late and len(seconds) >= least:
+                break
+            seconds.append(self._step([self._tokens[-1]]))
+            if now - said >= _PROGRESS_SECONDS or len(seconds) == 1:
+                _report(self._emit, phase, len(seconds), n_tokens)
+                said = now
+        return seconds
+
+    def _step(self, tokens: Sequence[int]) -> float:
+        """Evaluates tokens; seconds until the logits of the last are there."""
+        begun = time.perf_counter()
+        self._llm.eval(list(tokens))
+        row = self._logits_of(self._llm._ctx.ctx, -1)
+        logits = np.ctypeslib.as_array(row, shape=(self._n_vocab,))
+        token = int(logits.argmax())
+        seconds = time.perf_counter() - begun
+        self._hashes.append(xxhash.xxh3_64_hexdigest(logits.tobytes()))
+        self._tokens.append(token)
+        return seconds
 
 
-def to_json(arm: Arm) -> str:
-    """The argument for a child process."""
-    return json.dumps({**asdict(arm), "prompt": list(arm.prompt)})
+def prompt_tokens(arm: Arm, llm: Any) -> list[int]:
+    """The arm's prompt: exactly n_prompt ids. Raises OptionError for text that gives none."""
+    if arm.prompt:
+        return [int(token) % int(llm.n_vocab()) for token in arm.prompt]
+    tokens: list[int] = llm.tokenize(arm.text.encode(), add_bos=True, special=False)
+    if not tokens:
+        raise OptionError("the prompt has no tokens", "give a file with some text")
+    first, rest = tokens[:1], tokens[1:] or tokens[:1]
+    repeats = -(-arm.n_prompt // len(rest))
+    return (first + rest * repeats)[: arm.n_prompt]
 
 
-if __name__ == "__main__":
-    print(json.dumps(run(Arm(**json.loads(sys.argv[1])))))
+def io_bytes(path: Path = Path("/proc/self/io")) -> tuple[int, int] | None:
+    """(read, written) by this process from and to drives, page faults included; None unknown."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    values = {key: int(value) for key, value in (line.split(": ") for line in lines)}
+    return values["read_bytes"], values["write_bytes"]
+
+
+def swapped_bytes(path: Path = Path("/proc/self/status")) -> int | None:
+    """Of this process's memory, what is in swap now; None where the system does not tell."""
+    try:
+        rows = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return None
+    return next((int(row[1]) << 10 for row in rows if row and row[0] == "VmSwap:"), None)
+
+
+def try_out(arm: Arm) -> dict[str, Any]:
+    """Loads a streamed arm and no more; the bytes that its budget needs at the least."""
+    llm = load(arm)
+    try:
+        return {"floor_bytes": llm.plan.fixed.total}
+    finally:
+        llm.close()
+
+
+def _report(emit: Emit, phase: str, done: int = 0, total: int = 0) -> None:
+    emit({"event": "progress", "phase": phase, "done": done, "total": total})
+
+
+def main() -> int:
+    """The child. `n_gen` 0: the arm is loaded only, see `try_out`."""
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # llama.cpp may print to stdout; events have it for themselves
+
+    def emit(event: dict[str, Any]) -> None:
+        print(json.dumps(event), file=events, flush=True)
+
+    try:
+        arm = Arm(**json.load(sys.stdin))
+        emit({"event": "result", "result": run(arm, emit) if arm.n_gen else try_out(arm)})
+    except FlashMoEError as error:
+        emit({"event": "error", "message": error.message, "hint": error.hint})
+        return 2
+    return 0

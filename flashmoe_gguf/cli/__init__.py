@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from flashmoe_gguf.cli import (
+    bench,
     chat,
     demo,
     doctor,
@@ -70,6 +71,7 @@ for _command in (
     pull.pull,
     doctor.doctor,
     trace.trace,
+    bench.bench,
     demo.demo,
 ):
     main.add_command(_command)

@@ -1,0 +1,254 @@
+"""The rounds of a bench: arms in turn, each in a fresh process with cold caches; rows come out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from flashmoe_gguf.bench import arm as arm_process
+from flashmoe_gguf.bench.arm import STOCK_DEFAULT, STREAMED, Arm
+from flashmoe_gguf.bench.bounds import add_bounds
+from flashmoe_gguf.bench.cases import Case
+from flashmoe_gguf.bench.cold import make_cold
+from flashmoe_gguf.bench.gate import Gate, Output, OutputDiffersError
+from flashmoe_gguf.bench.limit import Ended, Limiter
+from flashmoe_gguf.errors import FlashMoEError
+from flashmoe_gguf.store import read_geometry
+from flashmoe_gguf.trace import Trace
+
+Row = dict[str, Any]
+# Stays out of the rows: the gate has seen it, and it is long.
+_NOT_IN_ROWS = ("logits", "tokens", "process_swap_bytes")
+
+
+@dataclass
+class Progress:
+    """Where a bench is; written by the runner, read by whoever shows it. `seconds_*` estimate."""
+
+    round: int = 0
+    n_rounds: int = 0
+    arm: str = ""
+    arm_number: int = 0
+    n_arms: int = 0
+    phase: str = ""
+    done: int = 0
+    total: int = 0
+    arm_began: float = 0.0
+    seconds_done: float = 0.0
+    taken: dict[int, list[float]] = field(default_factory=dict)
+
+    def expected(self, number: int) -> float:
+        """Seconds that an arm takes: as it did, or as the others did; 0 when nothing is known."""
+        mine = self.taken.get(number) or [s for each in self.taken.values() for s in each]
+        return sum(mine) / len(mine) if mine else 0.0
+
+    @property
+    def share(self) -> tuple[float, float]:
+        """(seconds done, seconds in all) as far as they can be known; (0, 0) at the start."""
+        if not self.taken:
+            return 0.0, 0.0
+        each = [self.expected(number) for number in range(self.n_arms)]
+        here = min(time.monotonic() - self.arm_began, each[self.arm_number])
+        to_come = sum(each[self.arm_number :]) + sum(each) * (self.n_rounds - 1 - self.round)
+        return self.seconds_done + here, self.seconds_done + to_come
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All that a bench needs. `facts` go into every row; `trace` is the routing of this very run,
+    or None; `bandwidth` in bytes per second, None unknown. `timeout`: seconds that one run of an
+    arm may take in all.
+    """
+
+    cases: Sequence[Case]
+    n_rounds: int
+    limiter: Limiter
+    facts: Row
+    cold: str = "auto"
+    timeout: float | None = None
+    bandwidth: float | None = None
+    trace: Trace | None = None
+
+    def check(self) -> None:
+        """Loads each streamed arm once, under its lowest limit: what it refuses is known now and
+        not after an hour of the other arms. Raises FlashMoEError.
+        """
+        lowest: dict[str, Case] = {}
+        for case in self.cases:
+            if case.arm.kind == STREAMED:
+                before = lowest.setdefault(case.name, case)
+                if (case.limit_bytes or 0) < (before.limit_bytes or 0):
+                    lowest[case.name] = case
+        for case in lowest.values():
+            run_arm(replace(case.arm, n_gen=0), case.limit_bytes, self.limiter, Progress())
+
+    def rounds(self, gate: Gate, progress: Progress) -> Iterator[list[Row]]:
+        """The rows of one round after the other, each held to the same output before it is given.
+
+        An arm that was killed or crashed is not run again. Raises OutputDiffersError, and
+        FlashMoEError for an arm that cannot run at all.
+        """
+        progress.n_rounds, progress.n_arms = self.n_rounds, len(self.cases)
+        failed: set[int] = set()
+        for number in range(self.n_rounds):
+            rows = []
+            for index, case in enumerate(self.cases):
+                if index in failed:
+                    continue
+                progress.round, progress.arm, progress.arm_number = number, case.name, index
+                progress.phase, progress.arm_began = "starting", time.monotonic()
+                progress.done = progress.total = 0
+                row = self._run(case, gate, progress)
+                took = time.monotonic() - progress.arm_began
+                progress.taken.setdefault(index, []).append(took)
+                progress.seconds_done += took
+                rows.append({**row, "round": number})
+                if "failed" in row:
+                    failed.add(index)
+                    progress.taken[index] = [0.0]
+            add_bounds(rows, self.bandwidth, self.trace, _expert_bytes(self.cases))
+            yield rows
+
+    def _run(self, case: Case, gate: Gate, progress: Progress) -> Row:
+        files = [file.path for file in read_geometry(case.arm.model).files]
+        cold = make_cold(files, self.cold)
+        row = self._conditions(case) | {"cold": cold}
+        result, ended = run_arm(case.arm, case.limit_bytes, self.limiter, progress, self.timeout)
+        row |= {"peak_bytes": ended.peak_bytes, "killed": ended.killed and not ended.timed_out}
+        if result is None:
+            return row | {"failed": _how_it_failed(ended)}
+        gate.add(
+            Output(
+                case.name,
+                case.arm.kind,
+                result["logits"],
+                result["tokens"],
+                result["lookups"],
+            )
+        )
+        swapped = [s for s in (ended.swap_bytes, result["process_swap_bytes"]) if s is not None]
+        return row | {
+            **{key: value for key, value in result.items() if key not in _NOT_IN_ROWS},
+            "swap_bytes": max(swapped, default=None),
+            "token_hash": _hash_of(result["tokens"]),
+            "logits_hash": _hash_of(result["logits"]),
+        }
+
+    def _conditions(self, case: Case) -> Row:
+        """What was asked of an arm; what it made of it (slots, policy, I/O) overrides some."""
+        arm = case.arm
+        streams = arm.kind == STREAMED
+        return {
+            **self.facts,
+            "arm": case.name,
+            "kind": arm.kind,
+            "limit_bytes": case.limit_bytes,
+            "limiter": self.limiter.name,
+            "layout": case.layout,
+            "policy": arm.policy if streams else None,
+            "io_mode": arm.io if streams else "mmap",
+            "slots": arm.n_slots if streams else None,
+            "lookahead": arm.lookahead if streams else None,
+            "n_ctx": arm.n_ctx,
+            "n_threads": arm.n_threads,
+            "n_ubatch": arm.n_ubatch,
+            "n_prompt": arm.n_prompt,
+            "n_warmup_asked": arm.n_warmup,
+            "n_gen_asked": arm.n_gen,
+            "seconds_cap": arm.seconds,
+            "disk_bytes_per_second": self.bandwidth,
+        }
+
+
+def run_arm(
+    arm: Arm,
+    limit_bytes: int | None,
+    limiter: Limiter,
+    progress: Progress,
+    timeout: float | None = None,
+) -> tuple[Row | None, Ended]:
+    """(what the arm reported, how it ended); the first is None for one that was killed, and for
+    stock llama.cpp with its defaults that crashed: its repacking does on some processors.
+
+    Raises FlashMoEError with the arm's own error, and OutputDiffersError for another that crashed.
+    """
+    result: list[Row] = []
+    errors: list[FlashMoEError] = []
+
+    def on_line(line: str) -> None:
+        event = json.loads(line)
+        if event["event"] == "progress":
+            progress.phase = event["phase"]
+            progress.done, progress.total = event["done"], event["total"]
+        elif event["event"] == "error":
+            errors.append(FlashMoEError(f"the arm {arm.name}: {event['message']}", event["hint"]))
+        else:
+            result.append(event["result"])
+
+    ended = limiter.run(
+        arm_process.command(), limit_bytes, arm_process.to_json(arm), _only_json(on_line), timeout
+    )
+    if errors:
+        raise errors[0]
+    if result and ended.returncode == 0:
+        return result[0], ended
+    if ended.killed or (arm.kind == STOCK_DEFAULT and ended.signal is not None):
+        return None, ended
+    raise OutputDiffersError(
+        f"the arm {arm.name} ended with code {ended.returncode}: {ended.last_words}",
+        "no speed is reported",
+    )
+
+
+def _how_it_failed(ended: Ended) -> str:
+    if ended.killed:
+        if ended.timed_out:
+            return "stopped, took too long"
+        return "killed, out of memory" if ended.oom_kills else "killed"
+    return f"crashed, signal {ended.signal}"
+
+
+def _only_json(on_line: Callable[[str], None]) -> Callable[[str], None]:
+    """A process that is killed may leave half a line."""
+
+    def guarded(line: str) -> None:
+        if line.endswith("}\n"):
+            on_line(line)
+
+    return guarded
+
+
+def measure_floor(base: Arm, limiter: Limiter) -> int:
+    """The least memory with which the model streams in this context, in bytes, and 2 % more: what
+    a process takes beside the model differs a little from one to the next.
+    """
+    floor = replace(base, name="floor", kind=STREAMED, n_gen=0)
+    result, _ = run_arm(floor, None, limiter, Progress())
+    if result is None:
+        raise FlashMoEError("the model does not load", "there is too little memory")
+    return int(result["floor_bytes"] * 1.02)
+
+
+def _expert_bytes(cases: Sequence[Case]) -> dict[int, int]:
+    """Bytes of one expert by layer, as the stock file has them."""
+    geometry = read_geometry(cases[0].arm.model)
+    return {group.layer: group.expert_bytes for group in geometry.decode_groups}
+
+
+def _hash_of(values: Sequence[Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(" ".join(map(str, values)).encode())
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Appends rows to a JSONL file. Raises FlashMoEError when that fails."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    except OSError as error:
+        raise FlashMoEError(f"cannot write {path}: {error.strerror or error}") from error
