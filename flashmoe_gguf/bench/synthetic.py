@@ -42,7 +42,7 @@ __all__ = [
 Experts = npt.NDArray[np.integer[Any]]
 
 # In the file: the share of the wished experts that it obtains.
-SHARE_KEY = "flashmoe.wished_share"
+SHARE_KEY = "replay.wished_share"
 _FREE_SPACE_MARGIN = 64 << 20
 # Progress is reported about this often.
 _REPORT_BYTES = 32 << 20
