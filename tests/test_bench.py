@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +183,15 @@ def test_what_the_kernel_counts(tmp_path: Path) -> None:
     status.write_text("Name:\tpython\n\nVmSwap:\t      12 kB\n")
     assert arm_process.swapped_bytes(status) == 12 << 10
     assert arm_process.swapped_bytes(io) is None
+
+
+def test_the_age_of_a_process(tmp_path: Path) -> None:
+    code = "from flashmoe_gguf.bench.arm import process_age as a; print(a())"
+    code = f"import sys; sys.path[:] = {[p for p in sys.path if p]!r}; {code}"
+    begun = time.monotonic()
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    assert 0.0 < float(said) <= time.monotonic() - begun + 0.02  # it is told in ticks of 10 ms
+    assert arm_process.process_age(tmp_path / "none") > 0.0
 
 
 def test_an_arm_survives_json() -> None:

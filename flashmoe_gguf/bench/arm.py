@@ -46,8 +46,7 @@ class Arm:
       cut to `n_prompt` tokens.
     - n_warmup tokens are decoded before the clock starts, then n_gen; at most `seconds` are spent
       on either, but one token of n_gen is always made. None: as long as it takes.
-    - ram, n_slots, policy, io, lookahead: as the arguments of `Llama`; streamed only. `lookahead`
-      None leaves it to `Llama`.
+    - ram, n_slots, policy, io, lookahead: as the arguments of `Llama`; streamed only.
     """
 
     name: str
@@ -66,7 +65,7 @@ class Arm:
     n_slots: int | None = None
     policy: str = "auto"
     io: str = "auto"
-    lookahead: str | int = "auto"
+    lookahead: str = "auto"
 
 
 def command() -> list[str]:
@@ -122,13 +121,12 @@ def run(arm: Arm, emit: Emit = lambda event: None) -> dict[str, Any]:
     `logits` and `tokens` have an entry per step: the prompt's last token, each token of the
     warm-up, each token decoded.
     """
-    started = psutil.Process().create_time()  # the operating system's, to 10 ms
     _report(emit, "loading")
     begun = time.perf_counter()
     llm = load(arm)
     load_seconds = time.perf_counter() - begun
     try:
-        return _Run(arm, llm, emit).figures(started, load_seconds)
+        return _Run(arm, llm, emit).figures(load_seconds)
     finally:
         llm.close()
 
@@ -145,14 +143,14 @@ class _Run:
         self._hashes: list[str] = []
         self._tokens: list[int] = []
 
-    def figures(self, started: float, load_seconds: float) -> dict[str, Any]:
+    def figures(self, load_seconds: float) -> dict[str, Any]:
         arm = self._arm
         prompt = prompt_tokens(arm, self._llm)
         written = io_bytes()
         _report(self._emit, "prefill", 0, len(prompt))
         at_prompt = self._stats()
         prefill_seconds = self._step(prompt)
-        first_token_seconds = time.time() - started
+        first_token_seconds = process_age()
         prefill = self._stats() - at_prompt if at_prompt is not None else None
         warmup = self._decode("warming up", arm.n_warmup)
         before, read = self._stats(), io_bytes()
@@ -244,6 +242,19 @@ def prompt_tokens(arm: Arm, llm: Any) -> list[int]:
     first, rest = tokens[:1], tokens[1:] or tokens[:1]
     repeats = -(-arm.n_prompt // len(rest))
     return (first + rest * repeats)[: arm.n_prompt]
+
+
+def process_age(stat: Path = Path("/proc/self/stat")) -> float:
+    """Seconds since this process was started, the interpreter's own start included.
+
+    psutil counts from the time of boot, which Linux tells in whole seconds.
+    """
+    try:
+        after_name = stat.read_text().rpartition(")")[2].split()
+        started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # proc(5): field 22, starttime
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, AttributeError):
+        return time.time() - psutil.Process().create_time()
 
 
 def io_bytes(path: Path = Path("/proc/self/io")) -> tuple[int, int] | None:

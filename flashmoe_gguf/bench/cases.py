@@ -89,8 +89,9 @@ def _one_of(*allowed: str) -> Callable[[str, str], str]:
     return convert
 
 
-def _lookahead(key: str, text: str) -> str | int:
-    return text if text in ("auto", "off") else _whole(0)(key, text)
+def _lookahead(_key: str, text: str) -> str:
+    parse_lookahead(text)
+    return text
 
 
 # Key of --arm -> field of Arm, and how its value is read. `layout` chooses another file.

@@ -41,7 +41,9 @@ def draw(lines: Sequence[Line], title: str, path: Path) -> None:
     try:
         figure.savefig(path, format="png", dpi=150)
     except OSError as error:
-        raise FlashMoEError(f"cannot write {path}: {error.strerror or error}") from error
+        raise FlashMoEError(
+            f"cannot write {path}: {error.strerror or error}", "name a file in a folder that exists"
+        ) from error
 
 
 def _bars(axes: Any, measured: Sequence[tuple[Line, Spread]]) -> None:

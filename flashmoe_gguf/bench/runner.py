@@ -251,4 +251,6 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     except OSError as error:
-        raise FlashMoEError(f"cannot write {path}: {error.strerror or error}") from error
+        raise FlashMoEError(
+            f"cannot write {path}: {error.strerror or error}", "name a file in a folder that exists"
+        ) from error

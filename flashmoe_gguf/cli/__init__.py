@@ -54,8 +54,8 @@ def main() -> None:
     everything else stays in memory. Answers are the same as llama.cpp's.
 
     Answers go to stdout; progress, the plan, figures and errors go to stderr. Exit codes: 0 done,
-    1 an unexpected failure, a demo whose outputs differ or a doctor that found what hurts, 2 bad
-    input or options, 130 stopped with Ctrl-C.
+    1 an unexpected failure, a demo or bench whose outputs differ, or a doctor that found what
+    hurts, 2 bad input or options, 130 stopped with Ctrl-C.
     """
 
 

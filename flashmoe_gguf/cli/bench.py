@@ -85,7 +85,6 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
     if options.plot is not None:
         need_matplotlib()
     named, arm_names = options.named_arms, options.arm_names
-    limit = options.limit_bytes if options.sweep is None else None
     text = None if options.prompt_file is None else read_text(options.prompt_file)
     if options.jsonl is not None:
         write_rows(Path(options.jsonl), [])  # it is found out now whether it can be written
@@ -101,7 +100,7 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
         fits = fits_in_memory(geometry, available_memory().limit_bytes)
         if IN_RAM in arm_names and not fits:
             screen.note(f"in-ram is left out: {format_size(model_bytes(geometry))} do not fit here")
-        limits: list[int | None] = [limit]
+        limits: list[int | None] = [options.limit_bytes]
         if options.sweep is not None:
             limits = list(_sweep(options.sweep, base, geometry, limiter, screen))
         packed = _packed(options, geometry, screen) if any(n.packed for n in named) else None

@@ -55,9 +55,8 @@ class BenchOptions:
 
     @property
     def limit_bytes(self) -> int | None:
-        """The memory limit; None: `--ram none`."""
-        assert self.ram is not None
-        return None if self.ram == "none" else parse_size(self.ram)
+        """The memory limit; None: `--ram none`, and for a sweep, which has several."""
+        return None if self.ram is None or self.ram == "none" else parse_size(self.ram)
 
     @property
     def arm_names(self) -> tuple[str, ...]:
@@ -113,6 +112,7 @@ class BenchOptions:
             raise click.UsageError("--shape needs --synthetic custom.")
         if self.slots is not None and self.sweep is not None:
             raise click.UsageError("--slots and --sweep exclude each other.")
+        _ = self.n_ctx, self.named_arms, self.arm_names, self.limit_bytes  # may raise OptionError
 
 
 def bench_options(command: F) -> F:
