@@ -16,7 +16,7 @@ from flashmoe_gguf.errors import (
 
 if TYPE_CHECKING:
     from flashmoe_gguf.llama import Llama as Llama
-    from flashmoe_gguf.streaming import Stats as Stats
+    from flashmoe_gguf.stats import Stats as Stats
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
         return Llama
     if name == "Stats":
-        from flashmoe_gguf.streaming import Stats
+        from flashmoe_gguf.stats import Stats
 
         return Stats
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

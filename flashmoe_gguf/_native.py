@@ -215,7 +215,8 @@ def simulate(
         counted = _simulated(ffi, lib, simulation, n_layers) - before
     finally:
         lib.fm_simulation_free(simulation)
-    return LayerCounts(*(counted[:, i].copy() for i in range(4)), left if victims else None)
+    lookups, hits, evicted, refetched = counted.T.copy()
+    return LayerCounts(lookups, hits, evicted, refetched, left if victims else None)
 
 
 def _simulated(ffi: Any, lib: Any, simulation: Any, n_layers: int) -> npt.NDArray[np.int64]:
@@ -223,7 +224,8 @@ def _simulated(ffi: Any, lib: Any, simulation: Any, n_layers: int) -> npt.NDArra
     counts = ffi.new("struct fm_layer_counts[]", n_layers)
     if lib.fm_simulation_counts(simulation, counts) != 0:
         raise FlashMoEError(ffi.string(lib.fm_last_message()).decode("utf-8", "replace"))
-    return np.frombuffer(ffi.buffer(counts), np.int64).reshape(n_layers, 4).copy()
+    numbers: npt.NDArray[np.int64] = np.frombuffer(ffi.buffer(counts), np.int64)
+    return numbers.reshape(n_layers, 4).copy()
 
 
 @dataclass(frozen=True)

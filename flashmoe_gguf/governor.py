@@ -1,8 +1,8 @@
 """The governor: gives slots back when memory runs short, and takes them again later.
 
-The plan was made when the model was loaded. If others on the machine or in the cgroup need memory
-since then, the kernel would evict something: file pages, or a process. Giving slots back first costs
-hits, but no cliff.
+The plan was made when the model was loaded. If others on the machine or in the cgroup need
+memory since then, the kernel would evict something: file pages, or a process. Giving slots back
+first costs hits, but no cliff.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def wanted_bytes(open_bytes: int, room_bytes: int, limit_bytes: int) -> int:
     """How many bytes of slots there should be.
 
     `room_bytes` is what the process could still take of `limit_bytes` before the kernel has to
-    evict, once all open slots are filled. Below a low mark slots are given back up to the middle; above a high mark they are
-    taken again down to the middle, so that it does not swing.
+    evict, once all open slots are filled. Below a low mark slots are given back up to the middle;
+    above a high mark they are taken again down to the middle, so that it does not swing.
     """
     low = (16 << 20) + limit_bytes // 200  # less than the reserve that a plan leaves
     high, middle = 3 * low, 2 * low

@@ -32,8 +32,9 @@ from flashmoe_gguf.governor import Governor
 from flashmoe_gguf.host import default_budget, process_memory
 from flashmoe_gguf.libs import load_llama_cpp
 from flashmoe_gguf.recording import Recording, used_experts
+from flashmoe_gguf.stats import ExpertUse, Stats
 from flashmoe_gguf.store import Geometry, read_geometry
-from flashmoe_gguf.streaming import ExpertStream, ExpertUse, Stats, untouched_slot_bytes
+from flashmoe_gguf.streaming import ExpertStream, untouched_slot_bytes
 from flashmoe_gguf.trace import check_target, write_trace
 
 load_llama_cpp("patched")  # llama_cpp picks its libraries when it is imported

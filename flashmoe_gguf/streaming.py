@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,9 @@ import numpy.typing as npt
 from flashmoe_gguf._native import ForeignPolicy, GroupCounts, NativeStream, policy_names
 from flashmoe_gguf.budget import GroupCost, ring_buffers
 from flashmoe_gguf.errors import ExpertReadError, FlashMoEError, OptionError
+from flashmoe_gguf.lookahead import parse_lookahead
 from flashmoe_gguf.policy import SIMULATED, PolicyClass, find_class
+from flashmoe_gguf.stats import ExpertUse, Stats
 from flashmoe_gguf.store import FAMILIES, Geometry
 
 # Four readers with requests of 1 MiB keep an NVMe drive busy and two cores free (DESIGN 2).
@@ -22,103 +23,6 @@ REQUEST_BYTES = 1 << 20
 
 # The better of the two on the replayed traces, see docs/BENCHMARKS.md.
 AUTO_POLICY = "dlfu"
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What the cache did since the model was loaded, or between two moments (`b - a`).
-
-    Bytes, seconds and counts. `hits` and `lookups` count distinct experts per layer pass;
-    the `decode_` ones only passes of one token. `wait_seconds` is time that compute threads
-    slept for experts, per thread. `policy_seconds` is time spent in a policy written in Python;
-    `policy_failure` says why lru has taken its place, and is empty while it works.
-    `given_back_bytes`: slots that the governor has closed. Sizes (`*_bytes` of memory, `n_slots`)
-    are as of now.
-    """
-
-    policy: str
-    policy_failure: str
-    io_mode: str
-    n_slots: int
-    budget_bytes: int
-    slot_bytes: int
-    given_back_bytes: int
-    resident_bytes: int
-    ring_bytes: int
-    dense_bytes: int
-    tokens: int
-    operations: int
-    lookups: int
-    hits: int
-    decode_lookups: int
-    decode_hits: int
-    bypassed: int
-    inserted: int
-    evicted: int
-    missed_bytes: int
-    bytes_read: int
-    reads: int
-    ahead_issued: int
-    ahead_used: int
-    ahead_dropped: int
-    guesses: int
-    guesses_used: int
-    guesses_wasted: int
-    guesses_overtaken: int
-    waits: int
-    wait_seconds: float
-    failed_loads: int
-    verified: int
-    policy_seconds: float
-
-    @property
-    def misses(self) -> int:
-        return self.lookups - self.hits
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of lookups that found their expert, 0 to 1; 0 before the first."""
-        return self.hits / self.lookups if self.lookups else 0.0
-
-    @property
-    def decode_hit_rate(self) -> float:
-        """The same for decoding only, which is the figure that policies are compared by."""
-        return self.decode_hits / self.decode_lookups if self.decode_lookups else 0.0
-
-    def __sub__(self, earlier: Stats) -> Stats:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in _COUNTERS:
-            values[name] -= getattr(earlier, name)
-        return Stats(**values)
-
-
-@dataclass(frozen=True)
-class Lookahead:
-    """Guesses at the next layer's experts: by what, how many at most, and whether only while it
-    is measured to gain.
-    """
-
-    predictor: str
-    width: int
-    adaptive: bool
-
-
-AUTO_LOOKAHEAD = Lookahead("router", 1, True)
-
-
-@dataclass(frozen=True)
-class ExpertUse:
-    """One group's counters, and per expert, each [n_expert]: whether it has a slot now (0 or 1),
-    and how many tokens have used it since the model was loaded.
-    """
-
-    counts: GroupCounts
-    resident: npt.NDArray[np.uint8]
-    uses: npt.NDArray[np.uint64]
-
-
-_NAMES = [f.name for f in fields(Stats)]
-_COUNTERS = _NAMES[_NAMES.index("tokens") :]
 
 
 def choose_policy(name: str) -> str | PolicyClass:
@@ -142,24 +46,6 @@ def choose_policy(name: str) -> str | PolicyClass:
             f"one of auto, {', '.join(known)}, or package.module:Class for one in Python",
         )
     return name
-
-
-def parse_lookahead(text: str | int) -> Lookahead | None:
-    """What `lookahead=` means: "auto", "off", or how many experts per layer to guess at most,
-    with the predictor before it if not the default, such as "router:2".
-
-    Raises OptionError for anything else.
-    """
-    if text == "off" or text == 0 or text == "0":
-        return None
-    if text == "auto":
-        return AUTO_LOOKAHEAD
-    predictor, _, width = str(text).rpartition(":")
-    if predictor not in ("", "routing", "router") or not width.isdecimal() or int(width) < 1:
-        raise OptionError(
-            f"lookahead '{text}'", "auto, off, a number of experts, routing:N or router:N"
-        )
-    return Lookahead(predictor or AUTO_LOOKAHEAD.predictor, int(width), False)
 
 
 def read_sums(geometry: Geometry) -> dict[str, npt.NDArray[np.uint64]]:

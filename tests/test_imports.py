@@ -19,10 +19,10 @@ SOURCES = Path(__file__).resolve().parent.parent / PACKAGE
 # Lowest first. "" is the package's own __init__, which offers Llama to users.
 RANKS = (
     ("errors",),
-    ("libs", "gguf", "trace", "host", "disk"),
+    ("libs", "gguf", "lookahead", "trace", "host", "disk"),
     ("stripes", "disk_sample"),
     ("_native", "packed"),
-    ("store", "models"),
+    ("store", "models", "stats"),
     ("pack", "budget", "policy", "stock", "fingerprint"),
     ("streaming", "arguments", "governor", "recording"),
     ("simulate", "llama", "train"),

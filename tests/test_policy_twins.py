@@ -43,7 +43,7 @@ def ragged(seed: int) -> Experts:
 
 CASES = {
     "a quarter": Case(synthetic_trace(1500, 3, 16, 2, seed=1), [16] * 3, [4] * 3),
-    "half": Case(synthetic_trace(1500, 3, 16, 4, seed=2, skew=1.0), [16] * 3, [8] * 3),
+    "half": Case(synthetic_trace(1500, 3, 16, 4, seed=2), [16] * 3, [8] * 3),
     "many": Case(synthetic_trace(300, 1, 256, 8, seed=3), [256], [64]),
     "bypass": Case(synthetic_trace(800, 2, 16, 3, seed=4), [16] * 2, [4, 6], bypass=True),
     "sizes": Case(synthetic_trace(800, 5, 8, 2, seed=5), [8] * 5, [0, 1, 2, 7, 8]),

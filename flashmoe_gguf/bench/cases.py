@@ -10,6 +10,7 @@ from typing import Any
 from flashmoe_gguf.bench.arm import STOCK, STOCK_DEFAULT, STREAMED, Arm
 from flashmoe_gguf.budget import format_size
 from flashmoe_gguf.errors import OptionError
+from flashmoe_gguf.lookahead import parse_lookahead
 from flashmoe_gguf.store import Geometry
 
 IN_RAM = "in-ram"

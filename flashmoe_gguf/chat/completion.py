@@ -15,7 +15,7 @@ from flashmoe_gguf.chat.engine import Engine, Sampling
 from flashmoe_gguf.errors import OptionError
 
 if TYPE_CHECKING:
-    from flashmoe_gguf.streaming import Stats
+    from flashmoe_gguf.stats import Stats
 
 # Why an answer ended: an end token or stop string, max_tokens, a full context, cancel().
 Finish = Literal["stop", "length", "context", "cancelled"]

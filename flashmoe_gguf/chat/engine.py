@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flashmoe_gguf.errors import FlashMoEError, OptionError
 
 if TYPE_CHECKING:
-    from flashmoe_gguf.streaming import Stats
+    from flashmoe_gguf.stats import Stats
 
 Message = Mapping[str, str]
 

@@ -10,7 +10,7 @@ from flashmoe_gguf.gguf.cursor import shown
 from flashmoe_gguf.store import Geometry
 
 if TYPE_CHECKING:
-    from flashmoe_gguf.streaming import Stats
+    from flashmoe_gguf.stats import Stats
 
 
 def plan_rows(

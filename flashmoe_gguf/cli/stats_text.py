@@ -8,7 +8,7 @@ from flashmoe_gguf.budget import format_size
 from flashmoe_gguf.cli.screen import Rows
 
 if TYPE_CHECKING:
-    from flashmoe_gguf.streaming import Stats
+    from flashmoe_gguf.stats import Stats
 
 
 def stats_rows(stats: Stats, *, budgeted: bool) -> Rows:

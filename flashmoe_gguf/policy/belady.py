@@ -1,4 +1,4 @@
-"""belady: what is needed again last leaves (native/policy_belady.c), and the look into the future."""
+"""belady: what is needed again last leaves (native/policy_belady.c); the look into the future."""
 
 from __future__ import annotations
 
