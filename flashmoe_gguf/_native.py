@@ -225,7 +225,8 @@ def _simulated(ffi: Any, lib: Any, simulation: Any, n_layers: int) -> npt.NDArra
     if lib.fm_simulation_counts(simulation, counts) != 0:
         raise FlashMoEError(ffi.string(lib.fm_last_message()).decode("utf-8", "replace"))
     numbers: npt.NDArray[np.int64] = np.frombuffer(ffi.buffer(counts), np.int64)
-    return numbers.reshape(n_layers, 4).copy()
+    by_layer: npt.NDArray[np.int64] = numbers.reshape(n_layers, 4).copy()
+    return by_layer
 
 
 @dataclass(frozen=True)
