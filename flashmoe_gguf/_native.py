@@ -286,6 +286,7 @@ class NativeStream:
             raise OptionError(f"there is no I/O mode '{io}'", f"one of {', '.join(IO_MODES)}")
         self._ffi, self._lib = _library()
         self._closing = threading.Lock()
+        self._window_shape = (0, 0)
         options = self._ffi.new(
             "struct fm_options *",
             (IO_MODES.index(io), n_workers, n_ring, request_bytes, VERIFY_MODES.index(verify)),
@@ -386,6 +387,33 @@ class NativeStream:
     def resize(self, slots: Sequence[int]) -> None:
         """Uses so many slots of each group from now on, no more than at the start."""
         self._check(self._lib.fm_stream_resize(self._stream, list(slots)))
+
+    def start_window(self, k: int, n_tokens: int) -> None:
+        """Remembers the routing of the last decoded tokens from now on."""
+        self._check(self._lib.fm_window_start(self._stream, k, n_tokens))
+        self._window_shape = (n_tokens, k)
+
+    def window_tokens(self) -> int:
+        """Decoded tokens since the window began. Any thread may ask, also while closing."""
+        with self._closing:
+            closed = self._stream == self._ffi.NULL
+            return 0 if closed else int(self._lib.fm_window_tokens(self._stream))
+
+    def window(self, n_groups: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint32]]:
+        """(experts [n, n_groups, k], 65535: none; hits [n]) of the last decoded tokens, oldest
+        first. Any thread may ask, also while closing.
+        """
+        n_tokens, k = self._window_shape
+        ids = np.empty((n_tokens, n_groups, k), np.uint16)
+        hits = np.empty(n_tokens, np.uint32)
+        buffer = self._ffi.from_buffer
+        with self._closing:
+            if self._stream == self._ffi.NULL:
+                raise FlashMoEError("the model is closed")
+            n = self._lib.fm_window_read(
+                self._stream, buffer("uint16_t[]", ids), buffer("uint32_t[]", hits)
+            )
+        return ids[:n], hits[:n]
 
     @contextmanager
     def attached(self) -> Iterator[None]:

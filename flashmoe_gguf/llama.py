@@ -215,7 +215,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
             self._plan = make_plan(ram_bytes, fixed, costs)
         else:
             self._plan = fixed_slots_plan(fixed, costs, n_slots)
-        self._experts.start(self._plan.slots, self._plan.ram_bytes)
+        top_k = used_experts(self.geometry, kwargs.get("kv_overrides"))
+        self._experts.start(self._plan.slots, self._plan.ram_bytes, top_k)
         if n_slots is None:
             self._governor = Governor(
                 self._experts,
@@ -226,9 +227,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         n_bound = [g.n_bound for g in self._experts.groups()]
         self._parts_per_pass = sum(n_bound)
         if trace is not None:
-            k = used_experts(self.geometry, kwargs.get("kv_overrides"))
             self._recording = Recording(
-                self._experts.native, self.geometry, n_bound, k, trace_probs
+                self._experts.native, self.geometry, n_bound, top_k, trace_probs
             )
         self._watch_context()
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashmoe_gguf._native import GroupCounts
+from flashmoe_gguf.regret import Regret
 
 
 @dataclass(frozen=True)
@@ -16,13 +17,16 @@ class Stats:
 
     Bytes, seconds and counts. `hits` and `lookups` count distinct experts per layer pass;
     the `decode_` ones only passes of one token. `wait_seconds` is time that compute threads
-    slept for experts, per thread. `policy_seconds` is time spent in a policy written in Python;
-    `policy_failure` says why lru has taken its place, and is empty while it works.
+    slept for experts, per thread. `policy_reason` says why "auto" picked this policy; `regret` is
+    measured in the background, None before the first time. `policy_seconds` is time spent in a
+    policy written in Python; `policy_failure` says why lru has taken its place, and is empty while
+    it works.
     `given_back_bytes`: slots that the governor has closed. Sizes (`*_bytes` of memory, `n_slots`)
     are as of now.
     """
 
     policy: str
+    policy_reason: str
     policy_failure: str
     io_mode: str
     n_slots: int
@@ -32,6 +36,7 @@ class Stats:
     resident_bytes: int
     ring_bytes: int
     dense_bytes: int
+    regret: Regret | None
     tokens: int
     operations: int
     lookups: int

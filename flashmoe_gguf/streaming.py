@@ -10,19 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from flashmoe_gguf._native import ForeignPolicy, GroupCounts, NativeStream, policy_names
+from flashmoe_gguf.auto_policy import choose_by_replay, keep_recent
 from flashmoe_gguf.budget import GroupCost, ring_buffers
-from flashmoe_gguf.errors import ExpertReadError, FlashMoEError, OptionError
+from flashmoe_gguf.errors import ExpertReadError, FlashMoEError, ModelFileError, OptionError
+from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.lookahead import parse_lookahead
 from flashmoe_gguf.policy import SIMULATED, PolicyClass, find_class
+from flashmoe_gguf.regret import WINDOW_TOKENS, RegretGauge
 from flashmoe_gguf.stats import ExpertUse, Stats
 from flashmoe_gguf.store import FAMILIES, Geometry
 
 # Four readers with requests of 1 MiB keep an NVMe drive busy and two cores free (DESIGN 2).
 N_WORKERS = 4
 REQUEST_BYTES = 1 << 20
-
-# The better of the two on the replayed traces, see docs/BENCHMARKS.md.
-AUTO_POLICY = "dlfu"
 
 
 def choose_policy(name: str) -> str | PolicyClass:
@@ -33,14 +33,12 @@ def choose_policy(name: str) -> str | PolicyClass:
     if ":" in name:
         return find_class(name)
     known = policy_names()
-    if name == "auto":
-        return AUTO_POLICY
     if name in SIMULATED:
         raise OptionError(
             f"policy {name} needs to know the future, so nothing can run with it",
             "`flashmoe simulate` shows what it would reach on a recorded trace",
         )
-    if name not in known:
+    if name != "auto" and name not in known:
         raise OptionError(
             f"there is no policy '{name}'",
             f"one of auto, {', '.join(known)}, or package.module:Class for one in Python",
@@ -94,7 +92,9 @@ class ExpertStream:
         self.geometry = geometry
         self.lookahead = parse_lookahead(lookahead)
         self._chosen = choose_policy(policy)
+        self._reason = ""
         self._foreign: ForeignPolicy | None = None
+        self._gauge: RegretGauge | None = None
         self._process = os.getpid()
         self._budget_bytes = 0
         self._start_bytes = 0
@@ -142,13 +142,26 @@ class ExpertStream:
             for i, counts in enumerate(self.groups())
         ]
 
-    def start(self, slots: tuple[int, ...], budget_bytes: int) -> None:
-        """Allocates the slots of a plan; groups that fit as a whole fill in the background."""
+    @property
+    def n_expert(self) -> npt.NDArray[np.int32]:
+        """[n_groups]"""
+        return np.array([group.n_expert for group in self.geometry.groups], np.int32)
+
+    def _n_slots(self) -> npt.NDArray[np.int32]:
+        return np.array([group.n_slots for group in self.groups()], np.int32)
+
+    def start(self, slots: tuple[int, ...], budget_bytes: int, top_k: int) -> None:
+        """Allocates the slots of a plan; groups that fit as a whole fill in the background.
+
+        top_k: experts that a token uses in a group at most.
+        """
         self.native.start(slots, self._make_policy(slots))
         self.native.fill()
         if self.lookahead is not None:
             ahead = self.lookahead
             self.native.lookahead(ahead.predictor, ahead.width, adaptive=ahead.adaptive)
+        self.native.start_window(top_k, WINDOW_TOKENS)
+        self._gauge = RegretGauge(self.native, self.n_expert, self._n_slots)
         self._start_bytes = self.open_bytes()
         self._budget_bytes = budget_bytes
 
@@ -161,6 +174,11 @@ class ExpertStream:
         self.native.resize(slots)
 
     def _make_policy(self, slots: tuple[int, ...]) -> str | ForeignPolicy:
+        if self._chosen == "auto":
+            choice = choose_by_replay(
+                model_fingerprint(self.geometry), self.n_expert, np.array(slots, np.int32)
+            )
+            self._chosen, self._reason = choice.policy, choice.reason
         if isinstance(self._chosen, str):
             return self._chosen
         n_expert = [group.n_expert for group in self.geometry.groups]
@@ -225,7 +243,9 @@ class ExpertStream:
         direct, buffered = c.pop("files_direct"), c.pop("files_buffered")
         return Stats(
             policy=self.policy,
+            policy_reason=self._reason,
             policy_failure=self._failure,
+            regret=self._gauge.regret if self._gauge is not None else None,
             io_mode="mixed" if direct and buffered else "direct" if direct else "buffered",
             n_slots=max((g.n_slots for g in self.groups()), default=0),
             given_back_bytes=self._start_bytes - c["slot_bytes"],
@@ -238,6 +258,13 @@ class ExpertStream:
         )
 
     def close(self) -> None:
-        """Waits for reads in flight and frees the cache."""
+        """Waits for reads in flight and frees the cache. Keeps the last routing for next time."""
         _LIVE.discard(self)
+        gauge, self._gauge = self._gauge, None
+        if gauge is not None:
+            gauge.close()
+            experts, _ = self.native.window(len(self.geometry.groups))
+            layers = np.array([group.layer for group in self.geometry.groups], np.int32)
+            with contextlib.suppress(ModelFileError):  # the file is gone
+                keep_recent(model_fingerprint(self.geometry), experts, self.n_expert, layers)
         self.native.close()

@@ -179,6 +179,13 @@ void fm_stream_stats(fm_stream *stream, struct fm_stats *stats);
 int32_t fm_stream_group_stats(fm_stream *stream, int32_t group, struct fm_group_stats *stats);
 /* Per expert of a group, each [n_expert]: 1 when it has a slot now, and how many tokens have used it since the start. */
 int32_t fm_stream_experts(fm_stream *stream, int32_t group, uint8_t *resident, uint64_t *uses);
+/* The routing of the last n_tokens decoded tokens from now on, up to k experts of each group. */
+int32_t fm_window_start(fm_stream *stream, int32_t k, int32_t n_tokens);
+/* Tokens seen since the start of the window. */
+uint64_t fm_window_tokens(fm_stream *stream);
+/* Copies the window without the token that may be under way, oldest first: ids [n_tokens][n_groups][k],
+ * 65535: none; hits [n_tokens]: how many of a token's experts were resident without lookahead. Returns how many tokens. */
+int32_t fm_window_read(fm_stream *stream, uint16_t *ids, uint32_t *hits);
 /* Copies and clears the latched error; returns 1 when there was one. */
 int32_t fm_stream_take_error(fm_stream *stream, struct fm_error *error);
 /* Checks every invariant of cache and policy; FM_OK or FM_BAD_STATE. */

@@ -133,9 +133,9 @@ static void give_up(struct fm_stream *stream, int32_t index, int32_t s) {
     }
 }
 
-int32_t fm_lookahead_settle(struct fm_stream *stream, int32_t index, const int64_t *n_rows) {
+struct settled fm_lookahead_settle(struct fm_stream *stream, int32_t index, const int64_t *n_rows) {
     struct group *group = &stream->groups[index];
-    int32_t overtaken = 0;
+    struct settled settled = {0};
     for (int32_t s = 0; s < group->n_slots && group->n_guessed > 0; s++) {
         struct slot *slot = &group->slots[s];
         if (!slot->guessed) {
@@ -159,10 +159,11 @@ int32_t fm_lookahead_settle(struct fm_stream *stream, int32_t index, const int64
                 fm_io_promote(stream->io, load, p == group->lead ? FM_PRIORITY_DEMAND : FM_PRIORITY_AHEAD);
             }
         }
-        overtaken += !landed;
+        settled.right++;
+        settled.overtaken += !landed;
     }
-    stream->stats.guesses_overtaken += (uint64_t)overtaken;
-    return overtaken;
+    stream->stats.guesses_overtaken += (uint64_t)settled.overtaken;
+    return settled;
 }
 
 static int32_t best_guess(const struct fm_lookahead *l, const struct group *group) {

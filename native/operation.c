@@ -127,15 +127,21 @@ static void admit(struct operation *op, int32_t group, const struct fm_routing *
 
 /* The first operation of a pass through the group: counts, tells the policy, admits. */
 static void begin_pass(struct operation *op, int32_t group, const struct fm_routing *routing, const int64_t *n_rows,
-                       int32_t n_distinct, int32_t n_overtaken) {
+                       int32_t n_distinct, struct settled guesses) {
     struct fm_stream *stream = op->stream;
     struct group *g = op->group;
-    const uint64_t hits = (uint64_t)(op->n - n_overtaken);
+    const uint64_t hits = (uint64_t)(op->n - guesses.overtaken);
+    /* llama.cpp computes the last layer of a prefill only for the tokens that give logits */
+    stream->decodes = routing->n_tokens == 1 && (stream->decodes || group <= stream->passed || stream->passed < 0);
+    stream->passed = group;
     g->lookups += (uint64_t)n_distinct;
     g->hits += hits;
     stream->stats.lookups += (uint64_t)n_distinct;
     stream->stats.hits += hits;
-    if (routing->n_tokens == 1) {
+    if (stream->window != NULL && stream->decodes) {
+        fm_window_pass(stream, group, routing, (uint64_t)(op->n - guesses.right)); /* what the policy kept */
+    }
+    if (stream->decodes) {
         stream->stats.decode_lookups += (uint64_t)n_distinct;
         stream->stats.decode_hits += hits;
     }
@@ -153,7 +159,7 @@ static void begin_pass(struct operation *op, int32_t group, const struct fm_rout
     admit(op, group, routing, n_rows, n_distinct);
     start_other_parts(op, group, first_inserted);
     stream->stats.bypassed += (uint64_t)(n_distinct - op->n);
-    if (stream->lookahead != NULL && routing->n_tokens == 1) {
+    if (stream->lookahead != NULL && stream->decodes) {
         fm_lookahead_next(stream, group, routing);
     }
 }
@@ -178,10 +184,10 @@ static void note_part(struct fm_stream *stream, struct group *group, int32_t par
 static void fill(struct operation *op, int32_t group, const struct fm_routing *routing, const int64_t *n_rows) {
     struct group *g = op->group;
     int32_t n_distinct = 0;
-    int32_t n_overtaken = 0;
+    struct settled guesses = {0};
     note_part(op->stream, g, op->part);
     if (op->part == g->lead && op->stream->lookahead != NULL) {
-        n_overtaken = fm_lookahead_settle(op->stream, group, n_rows);
+        guesses = fm_lookahead_settle(op->stream, group, n_rows);
     }
     for (int32_t e = 0; e < g->n_expert; e++) {
         if (n_rows[e] > 0) {
@@ -192,7 +198,7 @@ static void fill(struct operation *op, int32_t group, const struct fm_routing *r
         }
     }
     if (op->part == g->lead) {
-        begin_pass(op, group, routing, n_rows, n_distinct, n_overtaken);
+        begin_pass(op, group, routing, n_rows, n_distinct, guesses);
     }
     sort_by_arrival(op);
 

@@ -25,7 +25,7 @@ fm_stream *fm_stream_new(const struct fm_options *options) {
         return NULL;
     }
     stream->options = *options;
-    stream->last_group = -1;
+    stream->last_group = stream->passed = -1;
     pthread_mutex_init(&stream->lock, NULL);
     pthread_cond_init(&stream->landed, NULL);
     stream->io = fm_io_new(options->io_mode, options->n_workers, fm_load_ended);
@@ -382,6 +382,7 @@ void fm_stream_free(fm_stream *stream) {
     }
     free(stream->groups);
     fm_lookahead_free(stream->lookahead);
+    fm_window_free(stream->window);
     fm_trace_stop(stream);
     if (stream->policy != NULL) {
         stream->policy_type->destroy(stream->policy);

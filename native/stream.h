@@ -128,6 +128,8 @@ struct fm_stream {
     int32_t max_expert;
     size_t max_region_bytes;
     int32_t last_group; /* of the operation before; -1: none yet */
+    int32_t passed;     /* the group that a pass has begun in last; -1: none yet */
+    bool decodes;       /* that pass is part of one token's; the last layers of a prefill can be as short */
 
     pthread_mutex_t lock;
     pthread_cond_t landed; /* a load has ended or a ring buffer was assigned */
@@ -153,6 +155,7 @@ struct fm_stream {
     int32_t fill_expert;
 
     struct fm_lookahead *lookahead; /* NULL: off */
+    struct window *window;          /* NULL: off */
 
     struct operation *active;
     struct operation *idle;
@@ -197,11 +200,19 @@ int32_t fm_slots_open(const struct group *group);
 bool fm_slots_verify(struct fm_stream *stream, int32_t group);
 
 /* lookahead.c. All with the lock held. */
-/* The group is passed: settles its guesses. Returns how many right ones are still on their way. */
-int32_t fm_lookahead_settle(struct fm_stream *stream, int32_t group, const int64_t *n_rows);
+struct settled {
+    int32_t right;     /* guesses that are used */
+    int32_t overtaken; /* of which still on their way */
+};
+/* The group is passed: settles its guesses. */
+struct settled fm_lookahead_settle(struct fm_stream *stream, int32_t group, const int64_t *n_rows);
 /* The routing of a decoded token at this group is known: learns, and guesses for the next group. */
 void fm_lookahead_next(struct fm_stream *stream, int32_t group, const struct fm_routing *routing);
 void fm_lookahead_free(struct fm_lookahead *lookahead);
+
+/* window.c. With the lock held: one decoded token has passed the group, so many of its experts were resident. */
+void fm_window_pass(struct fm_stream *stream, int32_t group, const struct fm_routing *routing, uint64_t hits);
+void fm_window_free(struct window *window);
 
 /* ring.c. All with the lock held. */
 void fm_ring_claim(struct fm_stream *stream, struct operation *operation);

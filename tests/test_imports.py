@@ -19,11 +19,11 @@ SOURCES = Path(__file__).resolve().parent.parent / PACKAGE
 # Lowest first. "" is the package's own __init__, which offers Llama to users.
 RANKS = (
     ("errors",),
-    ("libs", "gguf", "lookahead", "trace", "host", "disk"),
+    ("libs", "gguf", "lookahead", "cache_dir", "trace", "host", "disk"),
     ("stripes", "disk_sample"),
     ("_native", "packed"),
-    ("store", "models", "stats"),
-    ("pack", "budget", "policy", "stock", "fingerprint"),
+    ("store", "models", "regret"),
+    ("pack", "budget", "policy", "stock", "fingerprint", "stats", "auto_policy"),
     ("streaming", "arguments", "governor", "recording"),
     ("simulate", "llama", "train"),
     ("",),

@@ -8,6 +8,7 @@ from flashmoe_gguf.budget import format_size
 from flashmoe_gguf.cli.screen import Rows
 
 if TYPE_CHECKING:
+    from flashmoe_gguf.regret import Regret
     from flashmoe_gguf.stats import Stats
 
 
@@ -30,8 +31,9 @@ def stats_rows(stats: Stats, *, budgeted: bool) -> Rows:
         (
             "cache",
             f"{stats.inserted} experts came, {stats.evicted} left, "
-            f"{stats.bypassed} were used without being kept; policy {stats.policy}",
+            f"{stats.bypassed} were used without being kept",
         ),
+        ("policy", stats.policy + (f": {stats.policy_reason}" if stats.policy_reason else "")),
         (
             "memory",
             f"experts {format_size(stats.resident_bytes)} of {format_size(stats.slot_bytes)}, "
@@ -40,9 +42,25 @@ def stats_rows(stats: Stats, *, budgeted: bool) -> Rows:
         ),
         ("I/O", stats.io_mode),
     ]
+    if stats.guesses:
+        rows.append(("guessed", f"{stats.guesses} experts ahead, {stats.guesses_used} were used"))
+    if stats.given_back_bytes:
+        rows.append(("given back", f"{format_size(stats.given_back_bytes)}: memory is short"))
+    if stats.regret is not None:
+        rows.append(("regret", regret_text(stats.regret)))
     if stats.failed_loads:
         rows.append(("failed", f"{stats.failed_loads} reads"))
     return rows
+
+
+def regret_text(regret: Regret) -> str:
+    """The gauge in one line."""
+    closed = regret.gap_closed
+    return (
+        f"last {regret.tokens} tokens {regret.actual:.1%} hits; "
+        f"lru {regret.lru:.1%}, dlfu {regret.dlfu:.1%}, the best possible {regret.belady:.1%}"
+        + (f" ({closed:.0%} of the way)" if closed is not None else "")
+    )
 
 
 def _share(part: int, whole: int) -> str:
