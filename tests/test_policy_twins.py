@@ -62,6 +62,22 @@ def twin_of(name: str, case: Case, seed: int) -> Policy:
     return kind(case.n_expert, case.n_slots)
 
 
+def evict(
+    policy: Policy, case: Case, layer: int, resident: set[int], pinned: set[int]
+) -> list[int]:
+    """The expert that has left, or nothing when all are pinned."""
+    may_leave = np.zeros(case.n_expert[layer], np.bool_)
+    may_leave[list(resident - pinned)] = True
+    victim = policy.victim(layer, may_leave)
+    if victim < 0:
+        assert not may_leave.any()
+        return []
+    assert may_leave[victim]
+    policy.on_remove(layer, victim)
+    resident.remove(victim)
+    return [victim]
+
+
 def replay(policy: Policy, case: Case) -> Iterator[tuple[int, int, int, int, list[int]]]:
     """(token, layer, lookups, hits, victims) of a cache in a few lines of Python."""
     resident: list[set[int]] = [set() for _ in case.n_expert]
@@ -76,32 +92,16 @@ def replay(policy: Policy, case: Case) -> Iterator[tuple[int, int, int, int, lis
             for e in used:
                 (policy.on_hit if e in here else policy.on_miss)(layer, e)
             policy.end_token(layer)
-
-            def evict(
-                pinned: set[int],
-                layer: int = layer,
-                here: set[int] = here,
-                out: list[int] = victims,
-            ) -> bool:
-                may_leave = np.zeros(case.n_expert[layer], np.bool_)
-                may_leave[list(here - pinned)] = True
-                victim = policy.victim(layer, may_leave)
-                if victim >= 0:
-                    assert may_leave[victim]
-                    policy.on_remove(layer, victim)
-                    here.remove(victim)
-                    out.append(victim)
-                return victim >= 0
-
             hits = len(used) - len(missing)
             for e in missing if case.n_slots[layer] else []:
-                full = len(here) >= case.n_slots[layer]
-                if full and not case.bypass and not evict(set(used)):
-                    break
+                if len(here) >= case.n_slots[layer] and not case.bypass:
+                    victims += evict(policy, case, layer, here, pinned=set(used))
+                    if len(here) >= case.n_slots[layer]:
+                        break
                 here.add(e)
                 policy.on_insert(layer, e)
-            while len(here) > case.n_slots[layer] and evict(set()):
-                pass
+            while len(here) > case.n_slots[layer]:
+                victims += evict(policy, case, layer, here, pinned=set())
             yield token, layer, len(used), hits, victims
 
 

@@ -143,7 +143,8 @@ def load_options_without_trace(command: F, *, model_required: bool) -> F:
                 "--policy",
                 metavar="NAME",
                 default="auto",
-                help="Which expert leaves the cache: lru, dlfu or auto.",
+                help="Which expert leaves the cache: auto, lru, lfu, dlfu, lfru, arc, lecar, "
+                "least-stale or random, or package.module:Class for one in Python.",
             ),
             click.option(
                 "--io",

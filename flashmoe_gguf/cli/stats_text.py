@@ -34,6 +34,7 @@ def stats_rows(stats: Stats, *, budgeted: bool) -> Rows:
             f"{stats.bypassed} were used without being kept",
         ),
         ("policy", stats.policy + (f": {stats.policy_reason}" if stats.policy_reason else "")),
+        *_python_policy(stats),
         (
             "memory",
             f"experts {format_size(stats.resident_bytes)} of {format_size(stats.slot_bytes)}, "
@@ -61,6 +62,17 @@ def regret_text(regret: Regret) -> str:
         f"lru {regret.lru:.1%}, dlfu {regret.dlfu:.1%}, the best possible {regret.belady:.1%}"
         + (f" ({closed:.0%} of the way)" if closed is not None else "")
     )
+
+
+def _python_policy(stats: Stats) -> Rows:
+    """What a policy written in Python costs, and why it failed; nothing for others."""
+    rows = []
+    if stats.policy_seconds:
+        each = 1e3 * stats.policy_seconds / max(stats.tokens, 1)
+        rows.append(("", f"its Python code took {each:.2f} ms per token"))
+    if stats.policy_failure:
+        rows.append(("", f"it failed, {stats.policy_failure}"))
+    return rows
 
 
 def _share(part: int, whole: int) -> str:
