@@ -15,6 +15,7 @@ from flashmoe_gguf.cli import (
     plan,
     pull,
     run,
+    simulate,
     trace,
     unpack,
     verify,
@@ -67,11 +68,12 @@ for _command in (
     pack.pack,
     unpack.unpack,
     verify.verify,
+    bench.bench,
+    trace.trace,
+    simulate.simulate,
     models.models,
     pull.pull,
     doctor.doctor,
-    trace.trace,
-    bench.bench,
     demo.demo,
 ):
     main.add_command(_command)
