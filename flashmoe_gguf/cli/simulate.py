@@ -105,11 +105,16 @@ def simulate(
         raise TraceError(f"{Path(trace).name} has no tokens", "record some with `flashmoe trace`")
     names = library.policies_to_run(policies, bypass)
     wanted = library.parse_sizes(sizes)
-    seen: list[State] = []
     total = routed.n_tokens * len(names) * len(wanted)
+    state = State(total=total, tokens=True)
+
+    def progress(policy: str, done: int) -> None:
+        nonlocal state
+        state = State(done, total, tokens=True, words=policy)
+
     with (
         Screen() as screen,
-        Activity(screen, "replaying", lambda: seen[-1] if seen else None),
+        Activity(screen, "replaying", lambda: state),
     ):
         blocks = library.replay_all(
             routed,
@@ -118,7 +123,7 @@ def simulate(
             bypass=bypass,
             seed=seed,
             expert_bytes=_expert_bytes(routed, expert_bytes, model),
-            progress=lambda name, done: seen.append(State(done, total, tokens=True, words=name)),
+            progress=progress,
         )
     if plot is not None:
         from flashmoe_gguf.simulate.plot import write_plot
@@ -175,7 +180,7 @@ def _block_lines(block: list[Replay], best: str, by_layer: bool, trace: Trace) -
         row = [
             replay.policy,
             f"{100 * replay.hit_rate:.2f} %",
-            "-" if gap is None else f"{100 * gap:.0f} %",
+            "-" if gap is None else f"{round(100 * gap)} %",
             f"{100 * replay.refetch_rate:.1f} %" if evicted else "-",
             f"{evicted / trace.n_tokens:.1f}",
         ]
@@ -184,11 +189,9 @@ def _block_lines(block: list[Replay], best: str, by_layer: bool, trace: Trace) -
         table.append(row)
     lines = [f"{slots} slots per layer, {100 * block[0].cached_share:.1f} % of the experts"]
     lines += format_table(table, indent="  ")
-    lines += [
-        f"  {r.policy} failed, so lru went on: {r.policy_failure}"
-        for r in block
-        if r.policy_failure
-    ]
+    for replay in block:
+        if replay.policy_failure:
+            lines.append(f"  {replay.policy} failed, so lru went on: {replay.policy_failure}")
     if by_layer:
         rates = [
             [r.policy, *(f"{100 * rate:.1f}" for rate in r.layer_hit_rates.tolist())] for r in block

@@ -56,4 +56,6 @@ def write_plot(path: Path, blocks: Sequence[Sequence[Replay]], title: str) -> No
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
+        raise OptionError(
+            f"cannot write {path}: {error.strerror or error}", "give a path that can be written"
+        ) from error

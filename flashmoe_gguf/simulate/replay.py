@@ -32,7 +32,8 @@ class Size:
             wanted = np.floor(self.share * n_expert + 0.5)
         else:
             wanted = np.full(n_expert.shape, self.number, np.float64)
-        return np.clip(wanted, 1, n_expert).astype(np.int32)
+        slots: npt.NDArray[np.int32] = np.clip(wanted, 1, n_expert).astype(np.int32)
+        return slots
 
 
 @dataclass(frozen=True)
