@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,17 @@ def default_budget() -> MemoryLimit:
     limit = available_memory()
     headroom = max(limit.limit_bytes // 10, 256 << 20)
     return MemoryLimit(max(limit.limit_bytes - headroom, 0), limit.source)
+
+
+def busy_with_others() -> float | None:
+    """Runnable programs per processor over the last minute when that is above 1; None otherwise.
+
+    Whatever is measured then comes out low, and whatever runs then runs slowly.
+    """
+    if not hasattr(os, "getloadavg"):
+        return None
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return load if load > 1 else None
 
 
 def _cgroups(

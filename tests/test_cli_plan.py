@@ -11,6 +11,7 @@ import pytest
 
 from cli_tools import assert_error, flashmoe
 from flashmoe_gguf.budget import parse_size
+from flashmoe_gguf.cli import plan
 from sparse_models import make_sparse
 
 RUN = ("--ctx", "1024", "--ubatch", "128", "--threads", "2")
@@ -80,6 +81,16 @@ def test_the_drive_is_measured_on_the_model_s_file(tiny_model: Callable[[str], P
     assert result.exit_code == 0, result.output
     [disk] = [line for line in result.stdout.splitlines() if line.startswith("disk ")]
     assert "GB/s, measured on the file: 4 " in disk
+
+
+def test_a_busy_machine_is_told_of(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "busy_with_others", lambda: 3.5)
+    model = tiny_model("qwen3moe")
+    result = flashmoe("plan", model, "--ram", "1G", "--disk", "1")
+    assert "3.5 programs run for each processor" in result.stderr
+    assert flashmoe("plan", model, "--ram", "1G", *MACHINE).stderr == ""  # nothing is measured
 
 
 def test_memory_is_measured(tiny_model: Callable[[str], Path]) -> None:

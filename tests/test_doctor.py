@@ -30,6 +30,7 @@ NAMES = (
     "swap",
     "huge pages",
     "processor",
+    "load",
     "versions",
     "libraries",
 )
@@ -271,6 +272,16 @@ def test_a_quota_of_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = machine.check_processor(made_up)
     assert found.state == "note" and "--threads 2" in found.advice
     assert machine.cpu_quota(System(tmp_path / "none")) is None
+
+
+@pytest.mark.parametrize(("load", "state"), [(0.5, "good"), (8.0, "note"), (15.0, "note")])
+def test_load(load: float, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    found = machine.check_load()
+    assert found.state == state
+    if state == "note":
+        assert found.value.startswith(f"{load / 4:.1f} programs")
 
 
 def test_versions_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:

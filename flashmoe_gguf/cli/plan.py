@@ -22,7 +22,7 @@ from flashmoe_gguf.cli.progress import format_rate
 from flashmoe_gguf.cli.screen import Rows, Screen, format_rows, format_table
 from flashmoe_gguf.errors import BudgetError, DiskError, OptionError
 from flashmoe_gguf.gguf.cursor import shown
-from flashmoe_gguf.host import MemoryLimit, default_budget
+from flashmoe_gguf.host import MemoryLimit, busy_with_others, default_budget
 
 if TYPE_CHECKING:
     from flashmoe_gguf.plan import Forecast, HitRate, Machine, Subject
@@ -114,6 +114,11 @@ def plan(
     _check_floor(subject, run, budget)
     with Screen() as screen:
         disk_bytes, disk_source = _disk(subject, disk, screen)
+        if (disk is None or memory is None) and (load := busy_with_others()):
+            screen.note(
+                f"{load:.1f} programs run for each processor: what is measured now is low, and "
+                "tok/s beside them will be lower still"
+            )
     memory_bytes, memory_source = _memory(memory, run.n_threads)
     machine = Machine(disk_bytes, memory_bytes) if disk_bytes else None
     report = Report(subject, run, budget, machine, disk_source, memory_source)

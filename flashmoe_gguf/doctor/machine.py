@@ -10,7 +10,7 @@ import psutil
 
 from flashmoe_gguf.budget import format_size
 from flashmoe_gguf.doctor.finding import Finding, System
-from flashmoe_gguf.host import available_memory, cgroup_limit, default_budget
+from flashmoe_gguf.host import available_memory, busy_with_others, cgroup_limit, default_budget
 
 _LEAST_BUDGET = 512 << 20
 _SWAP_IN_USE = 256 << 20
@@ -29,7 +29,21 @@ def check_machine(system: System) -> list[Finding]:
         check_swap(system),
         check_huge_pages(system),
         check_processor(system),
+        check_load(),
     ]
+
+
+def check_load() -> Finding:
+    load = busy_with_others()
+    if load is None:
+        return Finding("load", "good", "the processors are free")
+    return Finding(
+        "load",
+        "note",
+        f"{load:.1f} programs for each processor",
+        "what was measured here is low; a model that runs beside them is slow",
+        {"per_processor": load},
+    )
 
 
 def check_memory() -> Finding:
