@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,20 @@ def test_the_drive_is_measured_on_the_model_s_file(tiny_model: Callable[[str], P
     assert result.exit_code == 0, result.output
     [disk] = [line for line in result.stdout.splitlines() if line.startswith("disk ")]
     assert "GB/s, measured on the file: 4 " in disk
+
+
+def test_files_on_several_drives_are_added(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = Path("/dev/shm")
+    if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second file system at /dev/shm")
+    one, two = tmp_path / "a", tmp_path / "b"
+    one.write_bytes(b"x")
+    two.write_bytes(b"xx")
+    with tempfile.NamedTemporaryFile(dir=elsewhere) as file:
+        third = Path(file.name)
+        assert plan._one_per_drive((one, third, two)) in ([two, third], [third, two])
 
 
 def test_a_busy_machine_is_told_of(

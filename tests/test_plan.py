@@ -281,6 +281,11 @@ def test_advice_for_much_memory_and_for_little(replay: Subject) -> None:
     little = make_forecast(replay, RUN, floor + (200 << 20), None)
     text = advice(replay, RUN, little, None)
     assert "the context takes more than the cache: with --" in text
+    # nothing is left to make smaller
+    least = RunSizes(n_ctx=1024, n_ubatch=64, n_threads=1, flash_attn=True)
+    floor = estimate_fixed(replay.sizes, least).total
+    bare = make_forecast(replay, least, floor, None)
+    assert "fewer experts than a token uses" in advice(replay, least, bare, None)
     small = RunSizes(n_ctx=256, n_ubatch=32, n_threads=1)
     floor = estimate_fixed(replay.sizes, small).total
     tight = make_forecast(replay, small, floor + (130 << 20), None)

@@ -173,21 +173,33 @@ def _disk(subject: Subject, given: float | None, screen: Screen) -> tuple[float,
 
     request = min(1 << 20, -(-max(subject.part_bytes, 1) // ALIGNMENT) * ALIGNMENT)
 
-    def measure(path: Path, where: str) -> tuple[float, str]:
-        direct = not direct_io_problem(path)
-        size = min(request, path.stat().st_size // ALIGNMENT * ALIGNMENT)
-        speed = read_bandwidth(path, request_bytes=size, direct=direct)
+    def measure(paths: list[Path], where: str) -> tuple[float, str]:
+        speed, direct = 0.0, True
+        for path in paths:
+            direct = direct and not direct_io_problem(path)
+            size = min(request, path.stat().st_size // ALIGNMENT * ALIGNMENT)
+            speed += read_bandwidth(path, request_bytes=size, direct=direct)
         how = "direct" if direct else "buffered"
-        return speed, f"measured {where}: 4 {how} reads of {format_size(size)} at a time"
+        return speed, f"measured {where}: 4 {how} reads of {format_size(request)} at a time"
 
     try:
         if subject.files:
-            return measure(max(subject.files, key=lambda p: p.stat().st_size), "on the file")
+            paths = _one_per_drive(subject.files)
+            many = f"its files on {len(paths)} drives, added" if len(paths) > 1 else "the file"
+            return measure(paths, f"on {many}")
         with sample_file(Path.cwd()) as sample:
-            return measure(sample.path, "in the current folder")
+            return measure([sample.path], "in the current folder")
     except DiskError as error:
         screen.note(f"the drive was not measured: {error.message}; --disk gives its bandwidth")
         return 0.0, "unknown"
+
+
+def _one_per_drive(files: tuple[Path, ...]) -> list[Path]:
+    """The largest file of each file system: stripes are read from all drives together."""
+    largest: dict[int, Path] = {}
+    for path in sorted(files, key=lambda p: p.stat().st_size):
+        largest[path.stat().st_dev] = path
+    return list(largest.values())
 
 
 def _memory(given: float | None, n_threads: int) -> tuple[float, str]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flashmoe_gguf.budget import Plan, RunSizes, estimate_fixed, format_size, plan_model
-from flashmoe_gguf.errors import BudgetError
 from flashmoe_gguf.plan.curves import HitRate, expected_hit_rate
 from flashmoe_gguf.plan.sizes import Subject
 from flashmoe_gguf.plan.speed import Machine, seconds_per_token
@@ -140,8 +139,7 @@ def advice(subject: Subject, run: RunSizes, forecast: Forecast, machine: Machine
         return "everything fits: plain llama.cpp is as fast, and the budget only bounds it"
     if min(plan.slots) < subject.top_k:
         context = plan.fixed.context
-        if context > plan.slot_bytes and context > 64 * _MIB:
-            less = _smaller(subject, run, plan.ram_bytes)
+        if context > plan.slot_bytes and (less := _smaller(subject, run, plan)):
             return f"the context takes more than the cache: {less}"
         return (
             f"a layer caches fewer experts than a token uses ({subject.top_k}), so most are read "
@@ -167,19 +165,18 @@ def advice(subject: Subject, run: RunSizes, forecast: Forecast, machine: Machine
     return words
 
 
-def _smaller(subject: Subject, run: RunSizes, ram_bytes: int) -> str:
-    """Which option frees most of the context's memory, and what the cache then holds."""
+def _smaller(subject: Subject, run: RunSizes, plan: Plan) -> str:
+    """Which option gives most slots, and how many; "" when none gives more than there are."""
     tries = {"--flash-attn": replace(run, flash_attn=True)}
     if run.n_ctx > 1024:
         tries[f"--ctx {run.n_ctx // 2}"] = replace(run, n_ctx=run.n_ctx // 2)
     if run.n_ubatch > 64:
         tries[f"--ubatch {run.n_ubatch // 4}"] = replace(run, n_ubatch=run.n_ubatch // 4)
-    slots = {}
-    for words, other in tries.items():
-        if other != run:
-            try:
-                slots[words] = min(plan_model(subject.sizes, other, ram_bytes).slots)
-            except BudgetError:  # cannot be: it takes less than what fits
-                continue
+    slots = {
+        words: min(plan_model(subject.sizes, other, plan.ram_bytes).slots)
+        for words, other in tries.items()
+    }
     best = max(slots, key=lambda words: slots[words])
+    if slots[best] <= min(plan.slots):
+        return ""
     return f"with {best} it holds {slots[best]} experts per layer"
