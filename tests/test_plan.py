@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flashmoe_gguf.budget import Plan, RunSizes, estimate_fixed, parse_size, plan_model
 from flashmoe_gguf.errors import BudgetError
+from flashmoe_gguf.host import MemoryLimit
 from flashmoe_gguf.models import known_models
 from flashmoe_gguf.plan import (
     LayerCost,
@@ -24,6 +25,7 @@ from flashmoe_gguf.plan import (
     memory_bandwidth,
     read_subject,
     seconds_per_token,
+    speed,
     verdict,
 )
 from flashmoe_gguf.plan.curves import REFERENCES
@@ -308,3 +310,15 @@ def test_a_dense_model_needs_no_streaming(tmp_path: Path) -> None:
 
 def test_memory_bandwidth_is_a_bandwidth() -> None:
     assert 1e8 < memory_bandwidth(1, seconds=0.01) < 1e13
+
+
+def test_measuring_memory_takes_little_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    taken = []
+    real = np.ones
+    monkeypatch.setattr(speed.np, "ones", lambda n: taken.append(8 * n) or real(1))
+    limit = MemoryLimit(800 << 20, "the cgroup's limit")
+    monkeypatch.setattr(speed, "available_memory", lambda: limit)
+    memory_bandwidth(64, seconds=0.001)
+    assert len(taken) == 64 and sum(taken) <= 200 << 20

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashmoe_gguf.host import available_memory
 from flashmoe_gguf.plan.sizes import LayerCost
 
-_PROBE_BYTES = 64 << 20  # per thread, and beyond any cache
+_PROBE_BYTES = 64 << 20  # per thread, beyond the caches of most processors
+_ALL_PROBES_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,12 @@ def seconds_per_token(
 def memory_bandwidth(n_threads: int, seconds: float = 0.3) -> float:
     """Bytes per second that `n_threads` read from memory together: the best of some rounds.
 
-    numpy's maximum over arrays larger than the caches, one per thread: nearly pure reading.
+    numpy's maximum over arrays larger than the caches, one per thread: nearly pure reading. The
+    arrays take a quarter of what this process may have at the most, so that asking cannot kill it.
     """
-    arrays = [np.ones(_PROBE_BYTES // 8) for _ in range(n_threads)]
+    most = min(_ALL_PROBES_BYTES, available_memory().limit_bytes // 4)
+    probe_bytes = max(min(_PROBE_BYTES, most // n_threads), 1 << 16)
+    arrays = [np.ones(probe_bytes // 8) for _ in range(n_threads)]
     best, started = 0.0, time.perf_counter()
     with ThreadPoolExecutor(n_threads) as pool:
         list(pool.map(np.max, arrays))  # page faults and thread starts are not the memory's
@@ -63,5 +68,5 @@ def memory_bandwidth(n_threads: int, seconds: float = 0.3) -> float:
             round_started = time.perf_counter()
             list(pool.map(np.max, arrays))
             elapsed = time.perf_counter() - round_started
-            best = max(best, n_threads * _PROBE_BYTES / elapsed)
+            best = max(best, n_threads * probe_bytes / elapsed)
     return best
