@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cli_tools import assert_error, flashmoe
@@ -212,3 +213,47 @@ def test_it_loads_no_llama_cpp() -> None:
         "assert 'llama_cpp' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+
+def make_trace(path: Path, n_layers: int = 24, n_expert: int = 32) -> Path:
+    """Routing that keeps to eight experts for long: twice as good for a cache as the usual."""
+    rng = np.random.default_rng(0)
+    favourites = np.stack([rng.permutation(n_expert)[:8] for _ in range(n_layers)])
+    picks = np.argsort(rng.random((400, n_layers, 8)), axis=2)[:, :, :4]
+    experts = np.take_along_axis(favourites[None], picks, axis=2).astype(np.uint16)
+    np.savez(path, experts=experts, n_expert=np.full(n_layers, n_expert, np.int32))
+    return path
+
+
+def test_a_trace_of_one_s_own_replaces_the_reference_curves(replay: Path, tmp_path: Path) -> None:
+    trace = make_trace(tmp_path / "mine.npz")
+    arguments = ("--ram", "2200000000", *RUN, *MACHINE, "--trace", trace)
+    result = flashmoe("plan", replay, *arguments)
+    assert result.exit_code == 0, result.output
+    [hits] = [line for line in result.stdout.splitlines() if line.startswith("hits ")]
+    assert hits == "hits          about 100 %, from the trace"
+    data = json.loads(flashmoe("plan", replay, *arguments, "--json").stdout)
+    assert data["hit_rate_source"] == "trace"
+    rate = data["hit_rate"]
+    assert rate["low"] == rate["expected"] == rate["high"] > 0.98  # 13 slots hold the eight
+    few = data["ladder"][0]  # 4 to 5 slots of them
+    assert 0.4 < few["hit_rate"]["expected"] < 0.7
+    assert [step["hit_rate"]["expected"] for step in data["ladder"]] == sorted(
+        step["hit_rate"]["expected"] for step in data["ladder"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "message"), [(12, 32, "12 layers with 4 experts"), (24, 64, "mine.npz")]
+)
+def test_a_trace_of_another_model(
+    layers: int, experts: int, message: str, replay: Path, tmp_path: Path
+) -> None:
+    trace = make_trace(tmp_path / "mine.npz", layers, experts)
+    assert_error(flashmoe("plan", replay, *RUN, *MACHINE, "--trace", trace), message, "")
+
+
+def test_a_trace_that_is_none(replay: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.npz").write_text("no")
+    result = flashmoe("plan", replay, *RUN, *MACHINE, "--trace", tmp_path / "x.npz")
+    assert_error(result, "x.npz", "")

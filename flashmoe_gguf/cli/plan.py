@@ -26,7 +26,7 @@ from flashmoe_gguf.host import MemoryLimit, busy_with_others, default_budget
 
 if TYPE_CHECKING:
     from flashmoe_gguf.plan import Forecast, HitRate, Machine, Subject
-    from flashmoe_gguf.plan.forecast import Speed
+    from flashmoe_gguf.plan.forecast import Curve, Speed
 
 _GB = 1e9
 
@@ -75,6 +75,12 @@ _GB = 1e9
     metavar="GB/S",
     help="Bandwidth of the memory, instead of measuring it.",
 )
+@click.option(
+    "--trace",
+    type=FilePath(dir_okay=False),
+    metavar="FILE",
+    help="Recorded routing of this model (flashmoe trace), for its own hit rates.",
+)
 @click.option("--json", "as_json", is_flag=True, help="The same and more as JSON.")
 def plan(
     model: str,
@@ -85,6 +91,7 @@ def plan(
     flash_attn: bool,
     disk: float | None,
     memory: float | None,
+    trace: str | None,
     as_json: bool,
 ) -> None:
     """Say what would be in memory, what would be cached, and how fast it would be.
@@ -94,7 +101,8 @@ def plan(
 
     The drive is measured on the model's own file; for a model that is not there, on the current
     folder, where a temporary file of 256 MiB is written if it holds no other model. The hit rate
-    comes from published routing traces; in brackets is how far those lie apart. tok/s are for
+    comes from published routing traces, and in brackets is how far those lie apart, or from a trace
+    of your own, replayed through the cache's policy. tok/s are for
     decoding: in each layer the longer of reading what is missing and of computing, at the speed at
     which weights come from memory. Slower cores, a shared machine and long contexts take off.
 
@@ -102,6 +110,7 @@ def plan(
     Examples:
       flashmoe plan model.gguf --ram 8G
       flashmoe plan qwen3-235b-a22b --ram 64G --disk 6.5
+      flashmoe plan model.gguf --ram 8G --trace mine.npz
       flashmoe plan gpt-oss-20b --json | jq .speed.expected
     """
     from flashmoe_gguf.plan import Machine
@@ -112,6 +121,7 @@ def plan(
     given = parse_ram(ram)
     budget = default_budget() if given is None else MemoryLimit(given, "given")
     _check_floor(subject, run, budget)
+    curve = _curve(trace, subject)
     with Screen() as screen:
         disk_bytes, disk_source = _disk(subject, disk, screen)
         if (disk is None or memory is None) and (load := busy_with_others()):
@@ -121,7 +131,7 @@ def plan(
             )
     memory_bytes, memory_source = _memory(memory, run.n_threads)
     machine = Machine(disk_bytes, memory_bytes) if disk_bytes else None
-    report = Report(subject, run, budget, machine, disk_source, memory_source)
+    report = Report(subject, run, budget, machine, curve, disk_source, memory_source)
     if as_json:
         click.echo(json.dumps(report.as_dict(), indent=2))
     else:
@@ -194,6 +204,14 @@ def _disk(subject: Subject, given: float | None, screen: Screen) -> tuple[float,
         return 0.0, "unknown"
 
 
+def _curve(trace: str | None, subject: Subject) -> Curve | None:
+    if trace is None:
+        return None
+    from flashmoe_gguf.plan.traced import trace_curve
+
+    return trace_curve(Path(trace), subject)
+
+
 def _one_per_drive(files: tuple[Path, ...]) -> list[Path]:
     """The largest file of each file system: stripes are read from all drives together."""
     largest: dict[int, Path] = {}
@@ -219,6 +237,7 @@ class Report:
         run: RunSizes,
         budget: MemoryLimit,
         machine: Machine | None,
+        curve: Curve | None,
         disk_source: str,
         memory_source: str,
     ) -> None:
@@ -226,11 +245,12 @@ class Report:
 
         self.subject, self.run, self.budget, self.machine = subject, run, budget, machine
         self.sources = (disk_source, memory_source)
-        self.forecast = make_forecast(subject, run, budget.limit_bytes, machine)
+        self.hits_source = "reference traces" if curve is None else "trace"
+        self.forecast = make_forecast(subject, run, budget.limit_bytes, machine, curve)
         self.ladder = ladder(
-            subject, run, self.forecast.floor_bytes, self.forecast.full_bytes, machine
+            subject, run, self.forecast.floor_bytes, self.forecast.full_bytes, machine, curve
         )
-        self.advice = advice(subject, run, self.forecast, machine)
+        self.advice = advice(subject, run, self.forecast, machine, curve)
 
     def lines(self) -> list[str]:
         lines = format_rows(self._rows())
@@ -267,7 +287,7 @@ class Report:
                 f"experts per layer, {100 * plan.cached_share:.0f} % of their bytes; "
                 f"all of them: --ram {_option(forecast.full_bytes)}",
             ),
-            ("hits", f"about {_percent(forecast.hit_rate)}"),
+            ("hits", f"about {_percent(forecast.hit_rate)}" + self._own_words()),
             (
                 "reads",
                 f"about {format_size(forecast.missed_bytes)} of {format_size(subject.token_bytes)} "
@@ -289,6 +309,9 @@ class Report:
                 ),
             ]
         return rows
+
+    def _own_words(self) -> str:
+        return ", from the trace" if self.hits_source == "trace" else ""
 
     def _table(self) -> list[list[str]]:
         table = [["--ram", "experts per layer", "hits", "tok/s"]]
@@ -318,6 +341,7 @@ class Report:
             "budget_source": self.budget.source,
             "disk_source": self.sources[0],
             "memory_source": self.sources[1],
+            "hit_rate_source": self.hits_source,
             "machine": asdict(self.machine) if self.machine else None,
             "fixed": {**asdict(fixed), "reserve": fixed.reserve, "total": fixed.total},
             "floor_bytes": forecast.floor_bytes,

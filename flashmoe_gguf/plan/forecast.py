@@ -130,7 +130,13 @@ def _round_up(size: int) -> int:
     return -(-size // unit) * unit
 
 
-def advice(subject: Subject, run: RunSizes, forecast: Forecast, machine: Machine | None) -> str:
+def advice(
+    subject: Subject,
+    run: RunSizes,
+    forecast: Forecast,
+    machine: Machine | None,
+    curve: Curve | None = None,
+) -> str:
     """One line: what would change most, or that nothing needs to."""
     plan = forecast.plan
     if not subject.layers:
@@ -148,7 +154,7 @@ def advice(subject: Subject, run: RunSizes, forecast: Forecast, machine: Machine
     if forecast.speed is None or machine is None:
         return f"everything resident takes --ram {format_size(forecast.full_bytes)}"
     more = _round_up(min(plan.ram_bytes * 5 // 4, forecast.full_bytes))
-    then = make_forecast(subject, run, more, machine).speed
+    then = make_forecast(subject, run, more, machine, curve).speed
     if forecast.speed.read_seconds > forecast.speed.compute_seconds:
         words = "the drive sets the pace"
     else:
