@@ -249,7 +249,7 @@ def progress_state(progress: Progress) -> State:
 
 def _title(geometry: Geometry, case: Case) -> str:
     name = geometry.header.path.name
-    return f"{name}, prompt {case.arm.n_prompt}, {case.arm.n_threads} threads"
+    return f"{name}, prompt {case.arm.n_prompt}, {count(case.arm.n_threads, 'thread')}"
 
 
 def _print(options: BenchOptions, measuring: Bench, lines: list[Line], gate: Gate) -> None:
