@@ -154,13 +154,16 @@ def test_streamed_arms_are_tried_under_their_lowest_limit(
 ) -> None:
     tried: list[tuple[str, int, int | None]] = []
 
-    def run_arm(arm: Arm, limit: int | None, *_more: Any) -> None:
+    def run_arm(arm: Arm, limit: int | None, *_more: Any) -> tuple[dict[str, int] | None, None]:
         tried.append((arm.name, arm.n_gen, limit))
+        return (None if limit == 50 else {}), None
 
     monkeypatch.setattr("flashmoe_gguf.bench.runner.run_arm", run_arm)
     cases = make_cases(BASE, [200, 100, 300], named=[parse_arm("slots=1")])
     Bench(cases, 1, V2(tmp_path), {}).check()
     assert tried == [("streamed", 0, 100), ("slots=1", 0, 100)]
+    with pytest.raises(FlashMoEError, match="streamed was killed while it loaded: 50 B"):
+        Bench(make_cases(BASE, [50]), 1, V2(tmp_path), {}).check()
 
 
 def row(arm: str, tok_s: float | None, **more: Any) -> dict[str, Any]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import Result
 
 import test_bench_limit
-from cli_tools import assert_error, flashmoe, make_replay_model
+from cli_tools import assert_error, command, flashmoe, make_replay_model
 from flashmoe_gguf.bench import arm as arm_process
 from flashmoe_gguf.bench.limit import V1, V2
 from flashmoe_gguf.bench.runner import Progress
@@ -114,6 +117,22 @@ def test_the_real_thing(v1: V1, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not picture.exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_in_the_middle(number: int, v1: V1, tmp_path: Path) -> None:
+    model = make_replay_model(tmp_path / "replay.gguf", 96)
+    arguments = ("bench", model, "--ram", "1G", *QUICK, "--arms", "streamed", "--gen", "20000")
+    with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as bench:
+        assert bench.stderr is not None
+        group = Path("/sys/fs/cgroup/memory") / f"flashmoe-bench-{bench.pid}"
+        said = next(line for line in bench.stderr if line.startswith("measuring"))
+        children = psutil.Process(bench.pid).children(recursive=True)
+        assert "streamed" in said and group.exists() and children
+        bench.send_signal(number)
+        assert bench.wait(60) == 130
+    assert not group.exists()
+    assert not any(child.is_running() for child in children)
+
+
 def test_table_rows_and_picture(fake: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     rows, picture = tmp_path / "rows.jsonl", tmp_path / "plot.png"
@@ -182,6 +201,17 @@ def test_an_arm_that_is_killed_is_reported_and_not_run_again(fake: Run, tmp_path
     table = {line.split("|")[1].strip(): line for line in done.stdout.splitlines() if "|" in line}
     assert "killed" in table["stock"] and "crashed, signal 11" in table["stock-default"]
     assert "same output: yes (9 steps" in done.stdout  # in-ram is stock too
+
+
+def test_a_bench_without_streaming_has_failed(fake: Run) -> None:
+    done = fake("--rounds", "2", does={"streamed": {"signal": 9}})
+    assert done.exit_code == 1
+    assert "| streamed" in done.stdout and "same output: unknown" in done.stdout
+    alone = fake("--arms", "streamed", does={"streamed": {"signal": 9}})
+    assert alone.exit_code == 1
+    assert [line.split("|")[1:-1] for line in alone.stdout.splitlines() if "killed" in line] == [
+        [" streamed ", " 200 MiB ", " killed          "]
+    ]
 
 
 def test_a_sweep(fake: Run, tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:

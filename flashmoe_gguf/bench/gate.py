@@ -73,6 +73,11 @@ class Gate:
         return min(self._steps.values())
 
     @property
+    def streamed(self) -> bool:
+        """Whether any streamed arm got here."""
+        return self._steps[STREAMED] > 0
+
+    @property
     def longest(self) -> int:
         """Steps of the longest arm."""
         return len(self._longest.logits) if self._longest else 0

@@ -14,7 +14,7 @@ import xxhash
 from flashmoe_gguf.bench import arm as arm_process
 from flashmoe_gguf.bench.arm import STOCK_DEFAULT, STREAMED, Arm
 from flashmoe_gguf.bench.bounds import add_bounds
-from flashmoe_gguf.bench.cases import Case
+from flashmoe_gguf.bench.cases import Case, limit_text
 from flashmoe_gguf.bench.cold import make_cold
 from flashmoe_gguf.bench.gate import Gate, Output, OutputDiffersError
 from flashmoe_gguf.bench.limit import Ended, Limiter
@@ -86,7 +86,15 @@ class Bench:
                 if (case.limit_bytes or 0) < (before.limit_bytes or 0):
                     lowest[case.name] = case
         for case in lowest.values():
-            run_arm(replace(case.arm, n_gen=0), case.limit_bytes, self.limiter, Progress())
+            result, _ = run_arm(
+                replace(case.arm, n_gen=0), case.limit_bytes, self.limiter, Progress()
+            )
+            if result is None:
+                raise FlashMoEError(
+                    f"the arm {case.name} was killed while it loaded: "
+                    f"{limit_text(case.limit_bytes)} are too little",
+                    "give a larger --ram",
+                )
 
     def rounds(self, gate: Gate, progress: Progress) -> Iterator[list[Row]]:
         """The rows of one round after the other, each held to the same output before it is given.
@@ -228,7 +236,7 @@ def measure_floor(base: Arm, limiter: Limiter) -> int:
     """The least memory with which the model streams in this context, in bytes, and 2 % more: what
     a process takes beside the model differs a little from one to the next.
     """
-    floor = replace(base, name="floor", kind=STREAMED, n_gen=0)
+    floor = replace(base, name="floor", kind=STREAMED, n_gen=0, n_slots=0)
     result, _ = run_arm(floor, None, limiter, Progress())
     if result is None:
         raise FlashMoEError("the model does not load", "there is too little memory")

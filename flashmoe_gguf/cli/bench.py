@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -68,7 +73,8 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
     repack: often killed), streamed, and in-ram (stock without limit, where the model fits).
 
     No speed is reported, and the exit code is 1, unless all arms gave the same logits in every step
-    that they have in common. stock-default is not held to that: repacking changes the last bits.
+    that they have in common. stock-default is not held to that: repacking changes the last bits. An
+    arm that the kernel kills is reported as killed; it is 1 too if no streamed arm is left.
 
     It takes root, or a systemd session of the user on cgroup v2. The table goes to stdout.
 
@@ -118,7 +124,8 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
         with Activity(screen, "trying the arms", lambda: None):
             measuring.check()
         try:
-            rows = _measure(measuring, gate, screen, options.jsonl)
+            with _ended_cleanly():
+                rows = _measure(measuring, gate, screen, options.jsonl)
         except OutputDiffersError as error:
             report(error)
             ctx.exit(UNEXPECTED)
@@ -126,6 +133,8 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
         if options.plot is not None:
             draw(lines, _title(geometry, cases[0]), Path(options.plot))
     _print(options, measuring, lines, gate)
+    if not gate.streamed:
+        ctx.exit(UNEXPECTED)
 
 
 def _model(options: BenchOptions, screen: Screen) -> tuple[Path, Path | None]:
@@ -235,6 +244,23 @@ def _measure(
             if jsonl is not None:
                 write_rows(Path(jsonl), of_round)
     return rows
+
+
+@contextmanager
+def _ended_cleanly() -> Iterator[None]:
+    """SIGTERM ends a bench as Ctrl-C does: its arm is ended and its cgroup removed."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread gets signals
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def progress_state(progress: Progress) -> State:

@@ -49,17 +49,14 @@ def result_table(lines: Sequence[Line]) -> Table:
     for name, _ in columns:
         table.add_column(name, no_wrap=name == "arm")
     for line in lines:
-        cells = [cell(line) for _, cell in columns]
-        if line.failed is not None:
-            cells[[name for name, _ in columns].index("tok/s [min max]")] = line.failed
-        table.add_row(*cells)
+        table.add_row(*(cell(line) for _, cell in columns))
     return table
 
 
 def _tok_s(line: Line) -> str:
     spread = line.spread("decode_tok_s")
     if spread is None:
-        return ""
+        return line.failed or ""
     median, least, most = (format_rate(v) for v in (spread.median, spread.least, spread.most))
     return f"{median} [{least} {most}]"
 
@@ -113,6 +110,8 @@ def notes(lines: Sequence[Line], gate: Gate, bandwidth: float | None) -> list[st
             f"same output: yes ({count(gate.steps, 'step')} against stock llama.cpp, all logits "
             f"bit for bit; {gate.longest} in the longest arm)"
         )
+    elif not gate.streamed:
+        found.append("same output: unknown, no streamed arm came to its end")
     else:
         found.append(
             f"same output: {count(gate.longest, 'step')} alike in all arms that ran, none of them "
