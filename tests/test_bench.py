@@ -118,31 +118,21 @@ def test_time_is_up_after_one_token(tiny_model: Callable[[str], Path]) -> None:
     assert (got["n_warmup"], got["n_gen"], len(got["tokens"])) == (0, 1, 2)
 
 
-def test_settings_that_this_version_lacks(
-    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     import flashmoe_gguf.llama
 
     given: dict[str, Any] = {}
 
-    class Known:
-        def __init__(self, model: str, lookahead: str = "auto", **more: Any) -> None:
-            given.update(more, lookahead=lookahead)
+    def model(path: str, **options: Any) -> None:
+        given.update(options, path=path)
 
-    class Unknown:
-        def __init__(self, model: str, **more: Any) -> None:
-            given.update(more)
-
-    arm = Arm("s", "m.gguf", 1, lookahead="off")
-    monkeypatch.setattr(flashmoe_gguf.llama, "Llama", Known)
-    arm_process.load(arm)
-    assert given["lookahead"] == "off"
-    given.clear()
-    monkeypatch.setattr(flashmoe_gguf.llama, "Llama", Unknown)
-    arm_process.load(Arm("s", "m.gguf", 1))
-    assert "lookahead" not in given
-    with pytest.raises(OptionError, match="no lookahead"):
-        arm_process.load(arm)
+    monkeypatch.setattr(flashmoe_gguf.llama, "Llama", model)
+    settings: dict[str, Any] = {"policy": "lru", "io": "buffered", "lookahead": "router:2"}
+    arm_process.load(Arm("s", "m.gguf", 1, ram=100, n_threads=3, n_ubatch=64, **settings))
+    assert given.items() >= {**settings, "path": "m.gguf", "ram": 100, "n_slots": None}.items()
+    assert given.items() >= {"n_threads": 3, "n_threads_batch": 3, "n_ubatch": 64}.items()
+    arm_process.load(Arm("s", "m.gguf", 1, ram=100, n_slots=4))
+    assert (given["ram"], given["n_slots"]) == (None, 4)  # they exclude each other
 
 
 class Reader:
@@ -195,9 +185,9 @@ def test_the_age_of_a_process(tmp_path: Path) -> None:
 
 
 def test_an_arm_survives_json() -> None:
-    arm = Arm("s", "m", 4, range(3), lookahead=2, seconds=1.5)
+    arm = Arm("s", "m", 4, range(3), lookahead="2", seconds=1.5)
     again = Arm(**json.loads(to_json(arm)))
-    assert again == Arm("s", "m", 4, [0, 1, 2], lookahead=2, seconds=1.5)
+    assert again == Arm("s", "m", 4, [0, 1, 2], lookahead="2", seconds=1.5)
 
 
 def brute_force(tokens: list[list[int]], n_slots: int) -> int:

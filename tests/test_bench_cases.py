@@ -43,7 +43,7 @@ def test_settings_of_a_named_arm() -> None:
     assert parse_arm("layout=packed,io=buffered") == NamedArm(
         "layout=packed,io=buffered", True, (("io", "buffered"),)
     )
-    assert parse_arm("lookahead=2").changes == (("lookahead", 2),)
+    assert parse_arm("lookahead=router:2").changes == (("lookahead", "router:2"),)
     assert parse_arm("lookahead=off,threads=3").changes == (("lookahead", "off"), ("n_threads", 3))
     assert not parse_arm("layout=in-place").packed
 
@@ -57,7 +57,7 @@ def test_settings_of_a_named_arm() -> None:
         ("colour=red", "KEY one of policy, layout, io, slots, threads, lookahead"),
         ("slots=-1", "slots=-1 in --arm is no whole number from 0 on"),
         ("threads=0", "no whole number from 1 on"),
-        ("lookahead=maybe", "no whole number from 0 on"),
+        ("lookahead=maybe", "lookahead 'maybe'"),
         ("io=mmap", "io is one of auto, direct, buffered"),
         ("layout=striped", "layout is one of packed, in-place"),
         ("io=auto,io=direct", "io is given twice"),

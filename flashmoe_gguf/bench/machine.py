@@ -15,8 +15,8 @@ import psutil
 from flashmoe_gguf import __version__
 from flashmoe_gguf.disk import read_bandwidth
 from flashmoe_gguf.errors import DiskError
+from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.libs import library_dir
-from flashmoe_gguf.pack.source import read_source
 from flashmoe_gguf.store import Geometry
 
 _REQUEST_BYTES = 1 << 20
@@ -42,19 +42,12 @@ def facts(geometry: Geometry) -> dict[str, Any]:
         **drive_of(path),
         "model": path.name,
         "model_bytes": sum(file.size_bytes for file in geometry.files),
-        "fingerprint": fingerprint(geometry),
+        "fingerprint": model_fingerprint(geometry),
         "architecture": geometry.architecture,
         "n_layer": geometry.n_layer,
         "n_expert": geometry.n_expert,
         "top_k": geometry.top_k,
     }
-
-
-def fingerprint(geometry: Geometry) -> str:
-    """Of the model as its maker published it: a packed file has that of its source."""
-    if geometry.packed is not None:
-        return geometry.packed.fingerprint
-    return read_source(geometry.header.path).fingerprint
 
 
 def build_info() -> dict[str, Any]:

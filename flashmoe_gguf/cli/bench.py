@@ -28,7 +28,7 @@ from flashmoe_gguf.bench.cases import (
 )
 from flashmoe_gguf.bench.gate import Gate, OutputDiffersError
 from flashmoe_gguf.bench.limit import Limiter, find_limiter
-from flashmoe_gguf.bench.machine import disk_bandwidth, facts, fingerprint
+from flashmoe_gguf.bench.machine import disk_bandwidth, facts
 from flashmoe_gguf.bench.plot import draw, need_matplotlib
 from flashmoe_gguf.bench.runner import Bench, Progress, measure_floor, write_rows
 from flashmoe_gguf.bench.summary import Line, as_dict, summarise
@@ -41,6 +41,7 @@ from flashmoe_gguf.cli.options import read_text
 from flashmoe_gguf.cli.progress import Activity, ByteCount, State
 from flashmoe_gguf.cli.screen import Screen, count
 from flashmoe_gguf.errors import OptionError, TraceError
+from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.gguf.cursor import shown
 from flashmoe_gguf.host import available_memory
 from flashmoe_gguf.store import Geometry, read_geometry
@@ -192,7 +193,7 @@ def _trace(path: Path | None, geometry: Geometry) -> Trace | None:
     if path is None:
         return None
     trace = read_trace(path)
-    if not is_replay(geometry) and trace.fingerprint not in ("", fingerprint(geometry)):
+    if not is_replay(geometry) and trace.fingerprint not in ("", model_fingerprint(geometry)):
         raise TraceError(
             f"{shown(path)} was recorded with another model",
             "give the trace of this one, or leave out --trace",
@@ -215,7 +216,7 @@ def _packed(options: BenchOptions, geometry: Geometry, screen: Screen) -> Path:
     if options.packed is not None:
         path = Path(options.packed)
         given = read_geometry(path)
-        if given.packed is None or given.packed.fingerprint != fingerprint(geometry):
+        if given.packed is None or given.packed.fingerprint != model_fingerprint(geometry):
             raise OptionError(
                 f"{shown(path.name)} was not packed from {shown(geometry.header.path.name)}",
                 "leave out --packed, or pack it: flashmoe pack",
@@ -224,7 +225,7 @@ def _packed(options: BenchOptions, geometry: Geometry, screen: Screen) -> Path:
     from flashmoe_gguf.demo.model import default_cache_dir
     from flashmoe_gguf.pack import pack_model
 
-    path = default_cache_dir() / f"bench-{fingerprint(geometry)[:16]}.packed.gguf"
+    path = default_cache_dir() / f"bench-{model_fingerprint(geometry)[:16]}.packed.gguf"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = ByteCount()
     with Activity(screen, "packing", done.state):
