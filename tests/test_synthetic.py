@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ from gguf.quants import dequantize
 from flashmoe_gguf.bench.q4k import random_q4_k
 from flashmoe_gguf.bench.replay_weights import MAX_TOKENS, ReplayModel
 from flashmoe_gguf.bench.synthetic import SHAPES, build_replay_model, replay_text, synthetic_trace
+from flashmoe_gguf.bench.synthetic_file import DirectWriter
 from flashmoe_gguf.errors import FlashMoEError, OptionError
 from tiny_models.child import decode, stock_libraries, tokenize
 
@@ -173,6 +176,37 @@ def test_shapes_can_be_built(name: str, gigabytes: float) -> None:
     model = ReplayModel(trace, s.n_expert, s.width, s.expert_width, *heads, head_width=s.head_width)
     model.check()
     assert sum(t.n_bytes for t in model.tensors()) / 1e9 == pytest.approx(gigabytes, abs=0.15)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_writer_appends_any_sizes(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refusals = os.write, [0]
+
+    def write(fd: int, data: memoryview) -> int:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data[: len(data) // 2 + 1])
+
+    if not direct:  # as on a file system with larger blocks, and with short writes
+        monkeypatch.setattr(os, "write", write)
+    rng = np.random.default_rng(1)
+    path = tmp_path / "file"
+    for there in (0, 1, 4096, 5000):
+        for sizes in ((), (10,), (4096,), (3, 8 << 20, 77_777)):
+            wanted = rng.bytes(there)
+            path.write_bytes(wanted)
+            refusals[0] = 1
+            with DirectWriter(path) as file:
+                for size in sizes:
+                    more = rng.bytes(size)
+                    wanted += more
+                    file.write(memoryview(more))
+                    assert file.n_bytes == len(wanted)
+            assert path.read_bytes() == wanted
+            assert direct or refusals[0] == 0 or not sizes
 
 
 def test_text_of_tokens_beyond_the_first_range() -> None:

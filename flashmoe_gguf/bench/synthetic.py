@@ -12,13 +12,11 @@ next layer's router early is always right here. Never quote such gains from it.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +25,7 @@ import numpy.typing as npt
 from gguf import GGUF_DEFAULT_ALIGNMENT, GGUFWriter, TokenType
 
 from flashmoe_gguf.bench.replay_weights import ReplayModel, ReplayTensor, replay_text
+from flashmoe_gguf.bench.synthetic_file import DirectWriter
 from flashmoe_gguf.bench.synthetic_trace import synthetic_trace
 from flashmoe_gguf.errors import FlashMoEError
 
@@ -188,29 +187,20 @@ def _append_tensors(
 ) -> None:
     """Writes all tensor data, each on the next multiple of the alignment, and syncs it."""
     done, told, total = 0, 0, sum(tensor.n_bytes for tensor in tensors)
-    with unfinished.open("ab", buffering=0) as file:
+    with DirectWriter(unfinished) as file:
         _pad(file)
         for tensor in tensors:
             for part in tensor.parts():
-                _write_all(file, part.reshape(-1).view(np.uint8).data)
+                file.write(part.reshape(-1).view(np.uint8).data)
                 done += part.nbytes
                 if progress is not None and (done - told >= _REPORT_BYTES or done == total):
                     progress(done, total)
                     told = done
             _pad(file)
-        os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):
-            # A model as large as memory would push everything else out of the page cache.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _pad(file: FileIO) -> None:
-    _write_all(file, memoryview(bytes(-file.tell() % GGUF_DEFAULT_ALIGNMENT)))
-
-
-def _write_all(file: FileIO, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]
+def _pad(file: DirectWriter) -> None:
+    file.write(memoryview(bytes(-file.n_bytes % GGUF_DEFAULT_ALIGNMENT)))
 
 
 def _add_metadata(writer: GGUFWriter, model: ReplayModel, n_ctx: int) -> None:
