@@ -141,6 +141,18 @@ def test_a_full_disk_is_refused_first(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_fills_up_meanwhile_is_one_line(
+    replay: Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(_fd: int, _data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(FlashMoEError, match=r"cannot write .*r\.gguf\.partial: No space left"):
+        build_replay_model(tmp_path / "r.gguf", replay.trace, **SIZES)
+    assert list(tmp_path.iterdir()) == []
+
+
 GOOD = np.tile(np.arange(2, dtype=np.uint8), (4, 3, 1))
 
 

@@ -32,8 +32,8 @@ class DirectWriter:
             self._fd = os.open(path, _FLAGS | _DIRECT)
         except OSError:
             self._fd = os.open(path, _FLAGS)
-        self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # page-aligned, as direct writes want it
-        self._view = memoryview(self._buffer)
+        # Page-aligned, as direct writes want it.
+        self._view = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
         with path.open("rb") as file:
             file.seek(self._written)
             started = file.read(_BLOCK)
@@ -54,8 +54,6 @@ class DirectWriter:
                 self._finish()
         finally:
             os.close(self._fd)
-            self._view.release()
-            self._buffer.close()
 
     @property
     def n_bytes(self) -> int:
@@ -91,8 +89,8 @@ class DirectWriter:
                 if error.errno != errno.EINVAL or not _DIRECT:
                     raise
                 # Larger blocks than ours, or the rest of a short write: go on buffered.
-                os.close(self._fd)
-                self._fd = os.open(self._path, _FLAGS)
+                direct, self._fd = self._fd, os.open(self._path, _FLAGS)
+                os.close(direct)
                 os.lseek(self._fd, self._written + count - len(left), os.SEEK_SET)
                 done = os.write(self._fd, left)
             left = left[done:]
