@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from flashmoe_gguf.assertions import failed_assertion
 from flashmoe_gguf.errors import FlashMoEError, ModelFileError, OptionError, UnsupportedModelError
 from flashmoe_gguf.gguf.cursor import shown
 
@@ -63,6 +64,11 @@ def refuse_unstreamable(kwargs: dict[str, Any]) -> None:
 
 def load_error(model_path: str, error: ValueError, log: list[str]) -> FlashMoEError:
     """llama_cpp says only that loading failed; llama.cpp's log says why."""
+    for failed in filter(None, map(failed_assertion, log)):
+        return ModelFileError(
+            f"{Path(model_path).name}: llama.cpp cannot run this model: {failed}",
+            "the file is damaged, or made for another llama.cpp",
+        )
     causes = [line.split(": ", 1)[-1] for line in log if "error loading model" in line]
     cause = causes[0] if causes else log[0] if log else str(error)
     message = f"{Path(model_path).name}: {cause}"

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashmoe_gguf.arguments import check_arguments, load_error, refuse_unstreamable
+from flashmoe_gguf.assertions import assertions_raised
 from flashmoe_gguf.budget import (
     Fixed,
     Plan,
@@ -32,6 +33,7 @@ from flashmoe_gguf.governor import Governor
 from flashmoe_gguf.host import default_budget, process_memory
 from flashmoe_gguf.libs import load_llama_cpp
 from flashmoe_gguf.recording import Recording, used_experts
+from flashmoe_gguf.shapes import check_loadable
 from flashmoe_gguf.stats import ExpertUse, Stats
 from flashmoe_gguf.store import Geometry, read_geometry
 from flashmoe_gguf.streaming import ExpertStream, untouched_slot_bytes
@@ -153,6 +155,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         elif trace_probs:
             raise OptionError("trace_probs needs trace", "give the file: trace=")
         self.geometry: Geometry = read_geometry(model_path)
+        check_loadable(self.geometry)
         try:
             if stream and self.geometry.is_moe and not kwargs.get("vocab_only"):
                 refuse_unstreamable(kwargs)
@@ -172,7 +175,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     def _load(self, model_path: str, kwargs: dict[str, Any]) -> None:
         _recent_errors.lines = deque(maxlen=16)
         try:
-            super().__init__(model_path, **kwargs)
+            with assertions_raised(llama_cpp.llama_cpp._lib):
+                super().__init__(model_path, **kwargs)
         except ValueError as error:
             stopped_by, self._stopped_by = self._stopped_by, None
             if stopped_by is not None:

@@ -1,0 +1,370 @@
+"""Headers that llama.cpp would not survive: typed errors, from our rules or its assertions."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import scenarios
+import tiny_models
+from flashmoe_gguf import Llama, ModelFileError, UnsupportedModelError, models
+from flashmoe_gguf.assertions import assertions_raised, failed_assertion
+from flashmoe_gguf.gguf import Header, Value
+from flashmoe_gguf.pack import pack_model
+from flashmoe_gguf.shapes import (
+    ALL_ROTATED,
+    LATENT,
+    NO_KERNEL,
+    SAME_WIDTHS,
+    check_heads,
+    check_loadable,
+    check_numbers,
+    check_top_k,
+)
+from flashmoe_gguf.store import read_geometry
+from fuzz.gguf_head import Head, Key, padded, parse
+from tiny_models.builder import Builder
+from tiny_models.child import stock_libraries
+from tiny_models.every_arch import _builder, arch_row
+
+GGML = {"F32": 0, "F16": 1, "Q8_0": 8, "Q8_1": 9, "I8": 24, "I32": 26, "I64": 27, "F64": 28}
+
+
+@pytest.fixture(scope="module")
+def arch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The tiny model of an architecture, made once."""
+    if stock_libraries() is None:
+        pytest.skip("the stock llama.cpp libraries are not built")
+    folder = tmp_path_factory.mktemp("archs")
+
+    def get(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        return path if path.exists() else tiny_models.make_arch(path, name)
+
+    return get
+
+
+def changed(source: Path, out: Path, change: Callable[[Head], None]) -> Path:
+    """`source` with another header; its tensors' data is zeros, of the right size."""
+    head = copy.deepcopy(parse(source.read_bytes())[0])
+    change(head)
+    head.n_rows, head.n_keys = len(head.rows), len(head.keys)
+    nbytes = head.repair()
+    assert nbytes is not None
+    raw = head.to_bytes()
+    raw = raw.ljust(padded(len(raw), head.alignment), b"\0")
+    out.write_bytes(raw + bytes(nbytes))
+    return out
+
+
+def set_u32(name: str, value: int) -> Callable[[Head], None]:
+    def change(head: Head) -> None:
+        head.keys = [key for key in head.keys if key.name != name.encode()]
+        head.keys.append(Key(name.encode(), 4, value.to_bytes(4, "little")))
+
+    return change
+
+
+def drop(name: str) -> Callable[[Head], None]:
+    def change(head: Head) -> None:
+        before = len(head.rows)
+        head.rows = [row for row in head.rows if row.name != name.encode()]
+        assert len(head.rows) < before
+
+    return change
+
+
+def retype(name: str, kind: str) -> Callable[[Head], None]:
+    def change(head: Head) -> None:
+        (row,) = (row for row in head.rows if row.name == name.encode())
+        row.ggml_type = GGML[kind]
+
+    return change
+
+
+NUMBERS = [
+    ("qwen3moe", "rope.dimension_count", 16, "rope.dimension_count is 16, not 32"),
+    ("qwen3moe", "attention.key_length", 64, "key_length is 64, not 32 as attention.value_length"),
+    ("qwen3moe", "attention.head_count_kv", 0, "attention.head_count_kv is 0"),
+    ("qwen3moe", "attention.head_count_kv", 3, "is 3, which does not divide 2 heads"),
+    ("qwen3moe", "attention.head_count", 0, "attention.head_count is missing or 0"),
+    ("deepseek2", "attention.key_length_mla", 32, "is 32, of which 32 are rotated"),
+    ("deepseek2", "attention.key_length", 128, r"rows of 128 in the KV cache, not 64 \+ 32"),
+    ("deepseek2", "attention.head_count_kv", 2, r"rows of 192 in the KV cache, not 64 \+ 32"),
+    ("afmoe", "attention.sliding_window", 0, "sliding_window is 0"),
+    ("qwen3next", "ssm.group_count", 0, "ssm.group_count is 0"),
+    ("qwen3next", "full_attention_interval", 0, "full_attention_interval is 0"),
+    ("granitehybrid", "ssm.group_count", 0, "ssm.group_count is 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value", "words"), NUMBERS)
+def test_a_number_that_llama_cpp_asserts_or_divides_by(
+    arch: Callable[[str], Path], tmp_path: Path, name: str, key: str, value: int, words: str
+) -> None:
+    check_loadable(read_geometry(arch(name)))
+    path = changed(arch(name), tmp_path / "m.gguf", set_u32(f"{name}.{key}", value))
+    with pytest.raises(ModelFileError, match=words) as caught:
+        check_loadable(read_geometry(path))
+    assert caught.value.hint and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("hy_v3", "blk.2.ffn_gate_up_exps.weight"),
+        ("qwen3moe", "blk.0.ffn_down_exps.weight"),
+        ("granitehybrid", "blk.0.ssm_conv1d.bias"),
+        ("nemotron_h_moe", "blk.0.ssm_conv1d.bias"),
+        ("qwen3next", "blk.0.attn_gate.weight"),
+        ("qwen35moe", "blk.0.attn_qkv.weight"),
+        ("kimi-k3", "blk.1.ffn_up_shexp.weight"),
+        ("glm-dsa", "blk.1.indexer.attn_q_b.weight"),
+    ],
+)
+def test_a_tensor_without_which_llama_cpp_crashes(
+    arch: Callable[[str], Path], tmp_path: Path, name: str, tensor: str
+) -> None:
+    path = changed(arch(name), tmp_path / "m.gguf", drop(tensor))
+    with pytest.raises(ModelFileError, match=r"tensor blk\.\d\..* is missing"):
+        Llama(str(path), n_slots=2, **scenarios.context_options(1, n_ctx=64))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        ("blk.0.attn_q.weight", "I8"),
+        ("blk.0.attn_q.weight", "F64"),
+        ("blk.1.ffn_gate_exps.weight", "I32"),
+        ("blk.1.ffn_gate_exps.weight", "Q8_1"),
+        ("token_embd.weight", "I64"),
+        ("output_norm.weight", "F16"),
+        ("blk.0.attn_q_norm.weight", "Q8_0"),
+        ("blk.2.attn_q.bias", "F16"),
+    ],
+)
+def test_a_type_that_no_kernel_takes(
+    arch: Callable[[str], Path], tmp_path: Path, tensor: str, kind: str
+) -> None:
+    path = changed(arch("qwen3moe"), tmp_path / "m.gguf", retype(tensor, kind))
+    with pytest.raises(UnsupportedModelError, match=f"{tensor} is {kind}, which") as caught:
+        Llama(str(path), n_slots=2, **scenarios.context_options(1, n_ctx=64))
+    assert caught.value.hint
+    packed = tmp_path / "packed.gguf"
+    pack_model(path, packed)
+    with pytest.raises(UnsupportedModelError, match=f"{tensor} is {kind}"):
+        check_loadable(read_geometry(packed))
+
+
+@pytest.mark.parametrize("counts", [(2, 0, 2), (2, 3, 2), (0, 2, 2)])
+def test_top_k_by_layer_needs_an_architecture_that_has_it(
+    arch: Callable[[str], Path], counts: tuple[int, ...]
+) -> None:
+    geometry = dataclasses.replace(read_geometry(arch("qwen3moe")), layer_top_k=counts)
+    with pytest.raises(ModelFileError, match="expert_used_count is"):
+        check_loadable(geometry)
+
+
+def test_the_types_are_those_without_a_kernel() -> None:
+    """By ggml's own table: ggml_type_traits_cpu.vec_dot is null."""
+    import llama_cpp.llama_cpp as lc
+
+    from flashmoe_gguf.gguf import GGML_TYPES
+
+    class Traits(ctypes.Structure):
+        _fields_ = (("from_float", ctypes.c_void_p), ("vec_dot", ctypes.c_void_p))
+
+    get = lc._lib.ggml_get_type_traits_cpu
+    get.restype, get.argtypes = ctypes.POINTER(Traits), (ctypes.c_int,)
+    without = {name for i, (name, _, _) in GGML_TYPES.items() if not get(i).contents.vec_dot}
+    assert without == NO_KERNEL
+
+
+def test_every_architecture_is_taken(arch: Callable[[str], Path]) -> None:
+    for name in tiny_models.ARCHS:
+        check_loadable(read_geometry(arch(name)))
+
+
+def reserve(builder: Builder, path: Path) -> str:
+    """What llama.cpp says to metadata alone: it makes up the tensors, then the context."""
+    import llama_cpp as lc
+
+    class Init(ctypes.Structure):  # struct gguf_init_params
+        _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
+
+    lib: Any = lc.llama_cpp._lib
+    lib.gguf_init_from_file.restype = ctypes.c_void_p
+    lib.gguf_init_from_file.argtypes = [ctypes.c_char_p, Init]
+    lib.gguf_free.argtypes = [ctypes.c_void_p]
+    lines: list[str] = []
+    log = lc.llama_log_callback(lambda level, text, _user: lines.append(text.decode()))
+    from flashmoe_gguf.llama import _log as normal
+
+    lc.llama_log_set(log, ctypes.c_void_p(0))
+    header = lib.gguf_init_from_file(str(builder.write(path)).encode(), Init(True, None))
+    try:
+        with assertions_raised(lib):
+            fill = lc.llama_model_set_tensor_data_t(lambda tensor, user: None)
+            params = lc.llama_model_default_params()
+            model = lc.llama_model_init_from_user(header, fill, ctypes.c_void_p(0), params)
+            if model:
+                context_params = lc.llama_context_default_params()
+                context_params.n_ctx, context_params.n_batch = 64, 32
+                context = lc.llama_init_from_model(model, context_params)
+                if context:
+                    lc.llama_free(context)
+                lc.llama_model_free(model)
+    finally:
+        lib.gguf_free(header)
+        lc.llama_log_set(normal, ctypes.c_void_p(0))
+    failed = [what for line in lines if (what := failed_assertion(line))]
+    return failed[0] if failed else ""
+
+
+@pytest.mark.parametrize("name", sorted(ALL_ROTATED | SAME_WIDTHS | LATENT))
+def test_the_lists_are_what_llama_cpp_asserts(name: str, tmp_path: Path) -> None:
+    """A rule that llama.cpp gave up would refuse good files: each is seen to fail there."""
+
+    def says(**keys: int) -> str:
+        builder = _builder(arch_row(name))
+        builder.metadata |= {f"{name}.{k.replace('__', '.')}": v for k, v in keys.items()}
+        return reserve(builder, tmp_path / "m.gguf")
+
+    if name in LATENT:
+        assert "a->ne[0] == b->ne[0]" in says(attention__key_length=128)
+        return
+    if name in SAME_WIDTHS:
+        assert "n_embd_head == " in says(attention__value_length=16)
+    if name in ALL_ROTATED:
+        assert "n_embd_head == n_rot" in says(rope__dimension_count=16)
+
+
+def test_an_assertion_while_loading_is_an_error(
+    arch: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One that no rule of ours covers; the process goes on, and loads the next model."""
+    path = changed(
+        arch("minimax-m3"),
+        tmp_path / "m.gguf",
+        set_u32("minimax-m3.attention.indexer.block_size", 0),
+    )
+    options = scenarios.context_options(1, n_ctx=64)
+    with pytest.raises(
+        ModelFileError, match=r"cannot run this model: hparams\.indexer_b"
+    ) as caught:
+        Llama(str(path), n_slots=2, **options)
+    assert "minimax-m3.cpp:" in caught.value.message and "\n" not in caught.value.message
+    Llama(str(arch("minimax-m3")), n_slots=2, **options).close()
+
+
+def test_an_assertion_outside_of_loading_still_ends_the_process(tmp_path: Path) -> None:
+    code = (
+        "from flashmoe_gguf.llama import llama_cpp\n"
+        "from flashmoe_gguf.assertions import assertions_raised\n"
+        "lib = llama_cpp.llama_cpp._lib\n"
+        "with assertions_raised(lib), assertions_raised(lib):\n    pass\n"
+        "lib.ggml_abort(b'here.c', 7, b'%s', b'the end')\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, check=False, cwd=tmp_path)
+    assert done.returncode == -6
+    assert b"here.c:7: the end" in done.stderr and b"runtime_error" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "llama_model_load: error loading model: /a b/src/x.cpp:77: GGML_ASSERT(n >= 1) failed",
+            "n >= 1 does not hold (x.cpp:77)",
+        ),
+        ("x/ggml.c:12: fatal error", "fatal error (ggml.c:12)"),
+        ("llama_model_load: error loading model: missing tensor 'a'", None),
+        ("", None),
+    ],
+)
+def test_a_line_of_the_log(line: str, words: str | None) -> None:
+    assert failed_assertion(line) == words
+
+
+# The numbers of known models as llama.cpp's converter writes them (config.json of each; an MLA
+# model has one KV head of latent width since April 2025, and as many as heads before).
+KNOWN = {
+    "olmoe-1b-7b": {"embedding_length": 2048, "attention.head_count": 16},
+    "qwen3-30b-a3b": {
+        "embedding_length": 2048,
+        "attention.head_count": 32,
+        "attention.head_count_kv": 4,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+    },
+    "qwen3-235b-a22b": {
+        "embedding_length": 4096,
+        "attention.head_count": 64,
+        "attention.head_count_kv": 4,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+    },
+    "gpt-oss-20b": {
+        "embedding_length": 2880,
+        "attention.head_count": 64,
+        "attention.head_count_kv": 8,
+        "attention.key_length": 64,
+        "attention.value_length": 64,
+        "attention.sliding_window": 128,
+    },
+    "mixtral-8x7b": {
+        "embedding_length": 4096,
+        "attention.head_count": 32,
+        "attention.head_count_kv": 8,
+        "rope.dimension_count": 128,
+    },
+    "deepseek-v2-lite": {
+        "embedding_length": 2048,
+        "attention.head_count": 16,
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": 512,
+        "attention.key_length": 576,
+        "attention.value_length": 512,
+        "attention.key_length_mla": 192,
+        "attention.value_length_mla": 128,
+        "rope.dimension_count": 64,
+    },
+    "glm-4.5-air": {
+        "embedding_length": 4096,
+        "attention.head_count": 96,
+        "attention.head_count_kv": 8,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+        "rope.dimension_count": 64,
+        "nextn_predict_layers": 1,
+    },
+}
+KNOWN["gpt-oss-120b"] = KNOWN["gpt-oss-20b"]
+BEFORE_MLA = KNOWN["deepseek-v2-lite"] | {
+    "attention.head_count_kv": 16,
+    "attention.key_length": 192,
+    "attention.value_length": 128,
+}
+del BEFORE_MLA["attention.key_length_mla"], BEFORE_MLA["attention.value_length_mla"]
+
+
+@pytest.mark.parametrize("name", [*models.known_models(), "before MLA"])
+def test_known_models_are_taken(name: str) -> None:
+    known = models.find_model("deepseek-v2-lite" if name == "before MLA" else name).shape
+    numbers = BEFORE_MLA if name == "before MLA" else KNOWN[name]
+    metadata: dict[str, Value] = {"general.architecture": known.architecture}
+    metadata |= {f"{known.architecture}.{key}": value for key, value in numbers.items()}
+    header = Header(Path(name), (), metadata, ())
+    layers = known.layers + int(numbers.get("nextn_predict_layers", 0))
+    check_numbers(header, known.layers)
+    check_heads(header, layers)
+    check_top_k(header, (known.top_k,) * layers, range(layers))
