@@ -9,14 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import scenarios
 import tiny_models
 from flashmoe_gguf import Llama, ModelFileError, UnsupportedModelError, models
-from flashmoe_gguf.assertions import assertions_raised, failed_assertion
+from flashmoe_gguf.assertions import failed_assertion
 from flashmoe_gguf.gguf import Header, Value
 from flashmoe_gguf.pack import pack_model
 from flashmoe_gguf.shapes import (
@@ -31,9 +30,9 @@ from flashmoe_gguf.shapes import (
 )
 from flashmoe_gguf.store import read_geometry
 from fuzz.gguf_head import Head, Key, padded, parse
-from tiny_models.builder import Builder
+from fuzz.headers import reserve
 from tiny_models.child import stock_libraries
-from tiny_models.every_arch import _builder, arch_row
+from tiny_models.every_arch import metadata_of
 
 GGML = {"F32": 0, "F16": 1, "Q8_0": 8, "Q8_1": 9, "I8": 24, "I32": 26, "I64": 27, "F64": 28}
 
@@ -193,50 +192,15 @@ def test_every_architecture_is_taken(arch: Callable[[str], Path]) -> None:
         check_loadable(read_geometry(arch(name)))
 
 
-def reserve(builder: Builder, path: Path) -> str:
-    """What llama.cpp says to metadata alone: it makes up the tensors, then the context."""
-    import llama_cpp as lc
-
-    class Init(ctypes.Structure):  # struct gguf_init_params
-        _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
-
-    lib: Any = lc.llama_cpp._lib
-    lib.gguf_init_from_file.restype = ctypes.c_void_p
-    lib.gguf_init_from_file.argtypes = [ctypes.c_char_p, Init]
-    lib.gguf_free.argtypes = [ctypes.c_void_p]
-    lines: list[str] = []
-    log = lc.llama_log_callback(lambda level, text, _user: lines.append(text.decode()))
-    from flashmoe_gguf.llama import _log as normal
-
-    lc.llama_log_set(log, ctypes.c_void_p(0))
-    header = lib.gguf_init_from_file(str(builder.write(path)).encode(), Init(True, None))
-    try:
-        with assertions_raised(lib):
-            fill = lc.llama_model_set_tensor_data_t(lambda tensor, user: None)
-            params = lc.llama_model_default_params()
-            model = lc.llama_model_init_from_user(header, fill, ctypes.c_void_p(0), params)
-            if model:
-                context_params = lc.llama_context_default_params()
-                context_params.n_ctx, context_params.n_batch = 64, 32
-                context = lc.llama_init_from_model(model, context_params)
-                if context:
-                    lc.llama_free(context)
-                lc.llama_model_free(model)
-    finally:
-        lib.gguf_free(header)
-        lc.llama_log_set(normal, ctypes.c_void_p(0))
-    failed = [what for line in lines if (what := failed_assertion(line))]
-    return failed[0] if failed else ""
-
-
 @pytest.mark.parametrize("name", sorted(ALL_ROTATED | SAME_WIDTHS | LATENT))
 def test_the_lists_are_what_llama_cpp_asserts(name: str, tmp_path: Path) -> None:
     """A rule that llama.cpp gave up would refuse good files: each is seen to fail there."""
 
     def says(**keys: int) -> str:
-        builder = _builder(arch_row(name))
+        builder = metadata_of(name)
         builder.metadata |= {f"{name}.{k.replace('__', '.')}": v for k, v in keys.items()}
-        return reserve(builder, tmp_path / "m.gguf")
+        lines = reserve(builder.write(tmp_path / "m.gguf"))
+        return next(filter(None, map(failed_assertion, lines)), "")
 
     if name in LATENT:
         assert "a->ne[0] == b->ne[0]" in says(attention__key_length=128)

@@ -52,6 +52,11 @@ def make_arch(path: Path, arch: str) -> Path:
     return builder.write(path)
 
 
+def metadata_of(arch: str) -> Builder:
+    """The model of an architecture of ARCHS before it has tensors."""
+    return _builder(_ROWS[arch])
+
+
 def _is_spare(name: str) -> bool:
     """Whether a file does well without it: the scales of weights other than the experts'."""
     return name.endswith(".input_scale") or (
