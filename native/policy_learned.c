@@ -22,6 +22,7 @@ struct visit {
 };
 
 struct group {
+    int32_t n_slots;
     int32_t n_current;    /* experts of the token that is passing */
     int32_t width;        /* room in current and in each visit */
     int32_t *current;     /* [width] */
@@ -123,6 +124,7 @@ static bool new_group(struct fm_policy *policy, int32_t g, const struct fm_polic
     }
     group->last = group->processed = group->score_of = -1;
     group->width = 8;
+    group->n_slots = setup->n_slots[g];
     if (!learned_model_new(&group->model, setup->n_expert[g], n_rows)) {
         return false;
     }
@@ -136,7 +138,7 @@ static bool new_group(struct fm_policy *policy, int32_t g, const struct fm_polic
     for (int32_t i = 0; i <= LEARNED_HORIZON; i++) {
         struct learned_step *step = &group->steps[i];
         step->features = malloc((size_t)stride * LEARNED_FEATURES * sizeof *step->features);
-        step->rows = malloc((size_t)n_rows * sizeof *step->rows);
+        step->rows = malloc((size_t)(n_rows + 1) * sizeof *step->rows);
         if (step->features == NULL || step->rows == NULL) {
             return false;
         }
@@ -150,11 +152,11 @@ static bool new_scratch(struct fm_policy *policy) {
     for (int32_t g = 0; g < policy->n_groups; g++) {
         const struct learned_model *model = &policy->groups[g].model;
         stride = model->stride > stride ? model->stride : stride;
-        n_rows = model->n_rows > n_rows ? model->n_rows : n_rows;
+        n_rows = model->n_context > n_rows ? model->n_context : n_rows;
     }
     policy->scratch = malloc((size_t)stride * 2 * sizeof *policy->scratch);
     policy->scratch_step.features = malloc((size_t)stride * LEARNED_FEATURES * sizeof *policy->scratch_step.features);
-    policy->scratch_step.rows = malloc((size_t)n_rows * sizeof *policy->scratch_step.rows);
+    policy->scratch_step.rows = malloc((size_t)(n_rows + 1) * sizeof *policy->scratch_step.rows);
     return learned_statistics_new(&policy->ahead, stride) && policy->scratch != NULL &&
            policy->scratch_step.features != NULL && policy->scratch_step.rows != NULL;
 }
@@ -237,6 +239,10 @@ static void fill_step(const struct fm_policy *policy, int32_t g, int64_t token,
     for (int32_t j = 0; j < LEARNED_CONTEXTS; j++) {
         add_context(policy, g, j, token, step);
     }
+    const struct visit *visit = find_visit(policy, group, token);
+    if (visit != NULL) {
+        step->rows[step->n_rows++] = learned_set_row(&group->model, experts_of(policy, group, token), visit->n);
+    }
     learned_features(statistics, group->model.n_expert, group->model.stride, step->features);
 }
 
@@ -251,8 +257,8 @@ static void learn(struct fm_policy *policy, struct group *group) {
         uses.experts[d] = experts_of(policy, group, token);
         uses.n[d] = visit->n;
     }
-    learned_learn(&group->model, &group->steps[group->n_steps % (LEARNED_HORIZON + 1)], &uses, group->score,
-                  policy->scratch);
+    learned_learn(&group->model, &group->steps[group->n_steps % (LEARNED_HORIZON + 1)], &uses, (float)group->n_slots,
+                  group->statistics.n_used, group->score, policy->scratch);
 }
 
 static void add_visit(const struct fm_policy *policy, const struct group *group, const struct visit *visit,
@@ -399,6 +405,10 @@ static void begin_sequence(struct fm_policy *policy) {
     policy->sequence++;
 }
 
+static void resize(struct fm_policy *policy, int32_t g, int32_t n_slots) {
+    policy->groups[g].n_slots = n_slots;
+}
+
 static size_t save(struct fm_policy *policy, float *weights, size_t n) {
     size_t n_weights = 0;
     for (int32_t g = 0; g < policy->n_groups; g++) {
@@ -418,10 +428,12 @@ static bool load(struct fm_policy *policy, const float *weights, size_t n) {
     if (save(policy, NULL, 0) != n) {
         return false;
     }
-    for (size_t i = 0; i < n; i++) {
-        if (!(weights[i] >= -1e6f && weights[i] <= 1e6f)) {
+    const float *group_weights = weights;
+    for (int32_t g = 0; g < policy->n_groups; g++) {
+        if (!learned_model_can_load(&policy->groups[g].model, group_weights)) {
             return false;
         }
+        group_weights += learned_model_size(&policy->groups[g].model);
     }
     for (int32_t g = 0; g < policy->n_groups; g++) {
         learned_model_load(&policy->groups[g].model, weights);
@@ -460,6 +472,7 @@ const struct fm_policy_type fm_policy_learned = {
     .victim = victim,
     .end_token = end_token,
     .begin_sequence = begin_sequence,
+    .resize = resize,
     .save = save,
     .load = load,
     .verify = verify,

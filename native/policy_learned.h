@@ -1,7 +1,8 @@
 /* policy_learned.h: the arithmetic of the policy `learned`, for one group at a time.
  *
- * The score of expert e after a token is bias[e] + weight . features[e] + the sum over the rows of
- * all experts that the token has just used, here and in the groups before; the lowest leaves.
+ * The score of expert e after a token is bias[e] + weight . features[e] + the sum over the rows that
+ * count: one for each expert that the token has just used, here and in the groups before, and one
+ * for the set of those it has used here. The lowest leaves.
  * Arrays over experts are `stride` long, a multiple of LEARNED_LANES; what is beyond n_expert stays
  * finite and is never looked at. */
 #pragma once
@@ -30,10 +31,12 @@ struct learned_statistics {
 struct learned_model {
     int32_t n_expert;
     int32_t stride;
-    int32_t n_rows;
-    float *bias;                    /* [stride] */
+    int32_t n_context; /* rows of experts: this group's, then those of the other contexts */
+    int32_t n_sets;    /* rows of sets, by hash: a power of two */
+    float *bias;       /* [stride] */
     float weight[LEARNED_FEATURES];
-    float *rows;                    /* [n_rows][stride], one per expert of every context */
+    float *rows;       /* [n_context + n_sets][stride] */
+    float *learned;    /* [n_context + n_sets] how often each row was learned from */
 };
 
 /* What was known when a token had passed the group. */
@@ -52,11 +55,14 @@ void learned_statistics_add(struct learned_statistics *statistics, int32_t strid
 void learned_features(const struct learned_statistics *statistics, int32_t n_expert, int32_t stride,
                       float *features);
 
-bool learned_model_new(struct learned_model *model, int32_t n_expert, int32_t n_rows);
+bool learned_model_new(struct learned_model *model, int32_t n_expert, int32_t n_context);
 void learned_model_free(struct learned_model *model);
-/* bias [n_expert], weight, rows [n_rows][n_expert] as so many numbers. */
+/* The row of a set of experts, in whatever order. */
+int32_t learned_set_row(const struct learned_model *model, const int32_t *experts, int32_t n);
+/* As so many numbers: bias [n_expert], weight, rows [all][n_expert], learned [all]. */
 size_t learned_model_size(const struct learned_model *model);
 void learned_model_save(const struct learned_model *model, float *weights);
+bool learned_model_can_load(const struct learned_model *model, const float *weights);
 void learned_model_load(struct learned_model *model, const float *weights);
 void learned_score(const struct learned_model *model, const struct learned_step *step, float *score);
 
@@ -65,6 +71,6 @@ struct learned_uses {
     const int32_t *experts[LEARNED_HORIZON + 1];
     int32_t n[LEARNED_HORIZON + 1];
 };
-/* score: of the token LEARNED_HORIZON after the step. scratch: [2][stride]. */
+/* n_slots: of the group. n_used: experts of a token. score: of the token LEARNED_HORIZON after the step. scratch: [2][stride]. */
 void learned_learn(struct learned_model *model, const struct learned_step *step, const struct learned_uses *uses,
-                   const float *score, float *scratch);
+                   float n_slots, float n_used, const float *score, float *scratch);

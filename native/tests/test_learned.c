@@ -7,10 +7,12 @@
 
 #include "check.h"
 #include "policy.h"
+#include "policy_learned.h"
 
 enum { N_GROUPS = 6, N_TOKENS = 220, MAX_EXPERT = 20, MAX_USED = 10 };
 
 static const int32_t n_expert[N_GROUPS] = {12, 8, 20, 12, 9, 16};
+static const int32_t n_slots[N_GROUPS] = {6, 0, 20, 12, 3, 8}; /* several discounts */
 
 /* A trace with something to learn: each token has a hidden kind that follows the last one, and a
  * kind mostly uses the same experts. */
@@ -62,7 +64,7 @@ static struct trace *new_trace(void) {
 }
 
 static struct fm_policy *create_frozen(bool frozen) {
-    const struct fm_policy_setup setup = {.n_groups = N_GROUPS, .n_expert = n_expert, .n_slots = n_expert, .frozen = frozen};
+    const struct fm_policy_setup setup = {.n_groups = N_GROUPS, .n_expert = n_expert, .n_slots = n_slots, .frozen = frozen};
     struct fm_policy *policy = fm_policy_learned.create(&setup);
     CHECK(policy != NULL);
     return policy;
@@ -96,14 +98,32 @@ static bool uses(const struct trace *trace, int t, int g, int e) {
     return false;
 }
 
-/* The formulas of the design as they stand there, from the whole history each time. */
+/* The formulas of docs/POLICIES.md as they stand there, from the whole history each time. */
 struct reference {
     double b[N_GROUPS][MAX_EXPERT];
     double w[N_GROUPS][6];
+    double V[N_GROUPS][N_TOKENS][MAX_EXPERT]; /* of the set of experts that token t uses, by its first such token */
+    double n_V[N_GROUPS][N_TOKENS];
+    double n_W[N_GROUPS][5][MAX_EXPERT]; /* how often it was learned from */
     double W[N_GROUPS][5][MAX_EXPERT][MAX_EXPERT]; /* group, context, used expert, scored expert */
     double z[N_TOKENS][N_GROUPS][MAX_EXPERT];
     int sequence_start[N_TOKENS]; /* first token of the request that t belongs to */
 };
+
+static int32_t set_row(const struct trace *trace, int t, int g) {
+    const struct learned_model model = {.n_context = 0, .n_sets = 4096};
+    return learned_set_row(&model, trace->experts[t][g], trace->n[t][g]);
+}
+
+/* The first token that used the same set, or one that shares its row. */
+static int same_set(const struct trace *trace, int t, int g) {
+    const int32_t row = set_row(trace, t, g);
+    int s = 0;
+    while (set_row(trace, s, g) != row) {
+        s++;
+    }
+    return s;
+}
 
 static void reference_features(const struct reference *r, const struct trace *trace, int t, int g, int e, double *phi) {
     const double decays[] = {0.8, 0.95, 0.995};
@@ -143,39 +163,53 @@ static double reference_score(const struct reference *r, const struct trace *tra
             z += r->W[g][q][trace->experts[token][from][i]][e];
         }
     }
-    return z;
+    return z + r->V[g][same_set(trace, t, g)][e];
 }
 
 static double sigmoid(double x) {
     return 1 / (1 + exp(-x));
 }
 
+/* What one update takes of the gradient: more where there were few. */
+static double reference_rate(double base, double *n) {
+    return base * (1 + 5 / sqrt(1 + (*n)++));
+}
+
 static void reference_learn(struct reference *r, const struct trace *trace, int o, int g) {
     double gradient[MAX_EXPERT];
     double sum[6] = {0};
+    int k = 1;
+    for (int t = 0; t <= o + 4; t++) {
+        k = trace->n[t][g] > k ? trace->n[t][g] : k;
+    }
+    const double worth = fmin(fmax(1 - 0.4 * k / n_slots[g], 0.8), 0.95);
     for (int e = 0; e < n_expert[g]; e++) {
         double phi[6];
-        double y = pow(0.9, 4) * sigmoid(r->z[o + 4][g][e]);
+        double y = pow(worth, 4) * sigmoid(r->z[o + 4][g][e]);
         for (int d = 4; d >= 1; d--) {
-            y = uses(trace, o + d, g, e) ? pow(0.9, d - 1) : y;
+            y = uses(trace, o + d, g, e) ? pow(worth, d - 1) : y;
         }
         gradient[e] = sigmoid(reference_score(r, trace, o, g, e, phi)) - y;
-        if (uses(trace, o, g, e)) {
-            gradient[e] = 0;
-        }
         for (int f = 0; f < 6; f++) {
             sum[f] += gradient[e] * phi[f];
         }
     }
-    for (int e = 0; e < n_expert[g]; e++) {
-        r->b[g][e] -= 0.001 * gradient[e];
-        for (int q = 0; q < 5; q++) {
-            const int from = g - q < 0 ? g - q + N_GROUPS : g - q;
-            const int token = g - q < 0 ? o - 1 : o;
-            for (int i = 0; token >= 0 && i < trace->n[token][from]; i++) {
-                r->W[g][q][trace->experts[token][from][i]][e] -= 0.003 * gradient[e];
+    for (int q = 0; q < 5; q++) {
+        const int from = g - q < 0 ? g - q + N_GROUPS : g - q;
+        const int token = g - q < 0 ? o - 1 : o;
+        for (int i = 0; token >= 0 && i < trace->n[token][from]; i++) {
+            const int used = trace->experts[token][from][i];
+            const double rate = reference_rate(q == 0 ? 0.01 : 0.003, &r->n_W[g][q][used]);
+            for (int e = 0; e < n_expert[g]; e++) {
+                r->W[g][q][used][e] -= rate * gradient[e];
             }
         }
+    }
+    const int set = same_set(trace, o, g);
+    const double rate = reference_rate(0.1, &r->n_V[g][set]);
+    for (int e = 0; e < n_expert[g]; e++) {
+        r->V[g][set][e] -= rate * gradient[e];
+        r->b[g][e] -= 0.001 * gradient[e];
     }
     for (int f = 0; f < 6; f++) {
         r->w[g][f] -= 0.004 / n_expert[g] * sum[f];
@@ -190,6 +224,7 @@ static struct reference *new_reference(void) {
         memcpy(r->w[g], w, sizeof w);
         for (int e = 0; e < MAX_EXPERT; e++) {
             r->b[g][e] = -0.5;
+            r->W[g][0][e][e] = 0.75;
         }
     }
     return r;
@@ -271,6 +306,22 @@ static void check_same_victims(struct fm_policy *a, struct fm_policy *b) {
     }
 }
 
+TEST(the_order_of_a_set_does_not_matter_but_its_members_do) {
+    const struct learned_model model = {.n_context = 100, .n_sets = 4096};
+    int n_taken = 0;
+    uint8_t taken[4096] = {0};
+    for (int32_t a = 0; a < 32; a++) {
+        for (int32_t b = 0; b < a; b++) {
+            const int32_t row = learned_set_row(&model, (int32_t[]){a, b}, 2);
+            CHECK_EQUAL(learned_set_row(&model, (int32_t[]){b, a}, 2), row);
+            CHECK(row >= 100 && row < 100 + 4096);
+            n_taken += !taken[row - 100];
+            taken[row - 100] = 1;
+        }
+    }
+    CHECK(n_taken > 440); /* of 496 pairs; 468 in the mean if they fell at random */
+}
+
 TEST(batches_leave_it_as_single_tokens_do) {
     const int batches[] = {40, 1, 1, 2, 100, 1, 3, 1, 1};
     struct trace *trace = new_trace();
@@ -339,7 +390,6 @@ TEST(it_names_victims_in_the_middle_of_a_batch) {
             }
             const int victim = fm_policy_learned.victim(asked, g, all);
             CHECK(victim >= 0 && victim < n_expert[g]);
-            CHECK(!uses(trace, t + 19, g, victim));
             CHECK_EQUAL(fm_policy_learned.victim(asked, g, all), victim);
         }
     }
@@ -364,6 +414,8 @@ TEST(weights_survive_a_save) {
     weights[0] += 1;
     CHECK(!fm_policy_learned.load(second, weights, n));
     weights[n - 1] = 3e9f;
+    CHECK(!fm_policy_learned.load(second, weights, n));
+    weights[n - 1] = -1; /* of a count */
     CHECK(!fm_policy_learned.load(second, weights, n));
     check_same(first, second);
     free(weights);
