@@ -371,6 +371,33 @@ class NativeStream:
             start, how = self._lib.fm_stream_start, policy.encode()
         self._check(start(self._stream, list(slots), how))
 
+    def policy_weights(self) -> npt.NDArray[np.float32] | None:
+        """What the policy has learned, in the library's order; None when it learns nothing."""
+        with self._alive():
+            n = self._lib.fm_stream_policy_save(self._stream, self._ffi.NULL, 0)
+            weights = np.empty(n, np.float32)
+            room = self._ffi.from_buffer("float[]", weights, require_writable=True)
+            self._lib.fm_stream_policy_save(self._stream, room, n)
+        return weights if n else None
+
+    def load_policy_weights(self, weights: npt.NDArray[np.float32]) -> None:
+        """Takes back what a policy of the same name and sizes has learned; after `start`.
+
+        Raises OptionError when the policy cannot take these numbers.
+        """
+        numbers = np.ascontiguousarray(weights, np.float32)
+        with self._alive():
+            self._check(
+                self._lib.fm_stream_policy_load(
+                    self._stream, self._ffi.from_buffer("float[]", numbers), numbers.size
+                )
+            )
+
+    def freeze_policy(self, frozen: bool = True) -> None:
+        """The policy keeps what it has learned, or learns again; after `start`."""
+        with self._alive():
+            self._lib.fm_stream_policy_freeze(self._stream, int(frozen))
+
     def fill(self) -> None:
         """Reads the experts of groups with a slot for each of them, in the background."""
         self._lib.fm_stream_fill(self._stream)
@@ -436,11 +463,17 @@ class NativeStream:
 
     def _counted(self) -> Any:
         stats = self._ffi.new("struct fm_stats *")
+        with self._alive():
+            self._lib.fm_stream_stats(self._stream, stats)
+        return stats
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """The stream stays until the end of the block; raises FlashMoEError when it is closed."""
         with self._closing:
             if self._stream == self._ffi.NULL:
                 raise FlashMoEError("the model is closed")
-            self._lib.fm_stream_stats(self._stream, stats)
-        return stats
+            yield
 
     def group_counts(self, group: int) -> GroupCounts:
         """The counters of one group; may be asked by any thread, also while closing."""

@@ -163,6 +163,12 @@ int32_t fm_stream_start(fm_stream *stream, const int32_t *n_slots, const char *p
 /* The same with a policy that stays with the caller until fm_stream_free. */
 int32_t fm_stream_start_foreign(fm_stream *stream, const int32_t *n_slots, struct fm_foreign_policy *policy);
 
+/* What the policy has learned, after start. save: returns how many numbers that are, and writes them
+ * when n is enough; 0: it learns nothing. freeze: from now on it keeps them (1), or learns again (0). */
+uint64_t fm_stream_policy_save(fm_stream *stream, float *weights, uint64_t n);
+int32_t fm_stream_policy_load(fm_stream *stream, const float *weights, uint64_t n);
+void fm_stream_policy_freeze(fm_stream *stream, int32_t frozen);
+
 /* Reads the experts of groups that have a slot for each of them, in the background. */
 void fm_stream_fill(fm_stream *stream);
 

@@ -15,7 +15,6 @@ struct fm_policy_setup {
     int32_t n_groups;
     const int32_t *n_expert; /* [n_groups] */
     const int32_t *n_slots;  /* [n_groups] */
-    bool frozen;             /* a policy that learns keeps the weights that it has */
     uint64_t seed;           /* for policies that draw lots */
 };
 
@@ -49,6 +48,8 @@ struct fm_policy_type {
      * changes, when it cannot be these. NULL: learns nothing. */
     size_t (*save)(struct fm_policy *policy, float *weights, size_t n);
     bool (*load)(struct fm_policy *policy, const float *weights, size_t n);
+    /* From now on it keeps what it has learned, or learns again. NULL: learns nothing. */
+    void (*freeze)(struct fm_policy *policy, bool frozen);
     /* Its own invariants against the resident set. */
     bool (*verify)(const struct fm_policy *policy, int32_t group, const uint8_t *resident);
 };

@@ -167,7 +167,6 @@ static struct fm_policy *create(const struct fm_policy_setup *setup) {
         return NULL;
     }
     policy->n_groups = setup->n_groups;
-    policy->frozen = setup->frozen;
     policy->n_history = MIN_HISTORY;
     policy->last_group = setup->n_groups;
     for (int32_t g = 0; g < setup->n_groups; g++) {
@@ -442,6 +441,10 @@ static bool load(struct fm_policy *policy, const float *weights, size_t n) {
     return true;
 }
 
+static void freeze(struct fm_policy *policy, bool frozen) {
+    policy->frozen = frozen;
+}
+
 static bool verify(const struct fm_policy *policy, int32_t g, const uint8_t *resident) {
     (void)resident;
     const struct group *group = &policy->groups[g];
@@ -475,5 +478,6 @@ const struct fm_policy_type fm_policy_learned = {
     .resize = resize,
     .save = save,
     .load = load,
+    .freeze = freeze,
     .verify = verify,
 };

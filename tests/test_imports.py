@@ -23,7 +23,7 @@ RANKS = (
     ("stripes", "disk_sample"),
     ("_native", "packed"),
     ("store", "models", "regret"),
-    ("pack", "budget", "policy", "stock", "fingerprint", "shapes", "stats", "auto_policy"),
+    ("pack", "budget", "policy", "stock", "fingerprint", "policy_weights", "shapes", "stats", "auto_policy"),
     ("streaming", "arguments", "governor", "recording"),
     ("simulate", "llama", "train"),
     ("",),

@@ -48,7 +48,8 @@ def log(x: Floats) -> Floats:
     bits = x.view(np.int32)
     exponent = ((bits >> 23) - 127).astype(np.float32)
     u = ((bits & 0x7FFFFF) | 0x3F800000).view(np.float32) - f32(1)
-    return exponent * f32(0.6931472) + u * _polynomial(_LOG, u)
+    result: Floats = exponent * f32(0.6931472) + u * _polynomial(_LOG, u)
+    return result
 
 
 def sigmoid(x: Floats) -> Floats:
@@ -57,7 +58,8 @@ def sigmoid(x: Floats) -> Floats:
     whole = power.astype(np.int32)
     u = power - whole.astype(np.float32)
     scale = (whole << 23).view(np.float32)
-    return f32(1) / (f32(1) + scale * _polynomial(_EXP, u))
+    result: Floats = f32(1) / (f32(1) + scale * _polynomial(_EXP, u))
+    return result
 
 
 def set_hash(experts: Sequence[int]) -> int:
@@ -74,13 +76,8 @@ def set_hash(experts: Sequence[int]) -> int:
 
 def _dot(a: Floats, b: Floats) -> np.float32:
     """In LANES sums, which are added in order."""
-    products = (a * b).reshape(-1, LANES)
-    lanes = np.zeros(LANES, np.float32)
-    for part in products:
-        lanes = lanes + part
-    total = f32(0)
-    for lane in lanes:
-        total = f32(total + lane)
+    lanes = np.add.accumulate((a * b).reshape(-1, LANES), axis=0)[-1]
+    total: np.float32 = np.add.accumulate(lanes)[-1]
     return total
 
 
@@ -158,7 +155,7 @@ class _Layer:
         return made
 
     def score(self, step: _Step) -> Floats:
-        z = self.bias.copy()
+        z: Floats = self.bias.copy()
         for weight, feature in zip(self.weight, step.features, strict=True):
             z += weight * feature
         for row in step.rows:

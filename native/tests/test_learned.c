@@ -63,15 +63,11 @@ static struct trace *new_trace(void) {
     return trace;
 }
 
-static struct fm_policy *create_frozen(bool frozen) {
-    const struct fm_policy_setup setup = {.n_groups = N_GROUPS, .n_expert = n_expert, .n_slots = n_slots, .frozen = frozen};
+static struct fm_policy *create(void) {
+    const struct fm_policy_setup setup = {.n_groups = N_GROUPS, .n_expert = n_expert, .n_slots = n_slots};
     struct fm_policy *policy = fm_policy_learned.create(&setup);
     CHECK(policy != NULL);
     return policy;
-}
-
-static struct fm_policy *create(void) {
-    return create_frozen(false);
 }
 
 static void pass(struct fm_policy *policy, const struct trace *trace, int t, int g) {
@@ -424,12 +420,21 @@ TEST(weights_survive_a_save) {
     free(trace);
 }
 
-TEST(frozen_it_keeps_its_weights) {
+TEST(frozen_it_keeps_its_weights_until_it_may_learn_again) {
     struct trace *trace = new_trace();
-    struct fm_policy *frozen = create_frozen(true);
+    struct fm_policy *frozen = create();
     struct fm_policy *fresh = create();
-    feed(frozen, trace, 0, N_TOKENS);
+    fm_policy_learned.freeze(frozen, true);
+    feed(frozen, trace, 0, N_TOKENS / 2);
     check_same(frozen, fresh);
+    fm_policy_learned.freeze(frozen, false);
+    feed(frozen, trace, N_TOKENS / 2, N_TOKENS);
+    size_t n;
+    float *now = weights_of(frozen, &n);
+    float *before = weights_of(fresh, &n);
+    CHECK(memcmp(now, before, n * sizeof *now) != 0);
+    free(now);
+    free(before);
     fm_policy_learned.destroy(frozen);
     fm_policy_learned.destroy(fresh);
     free(trace);
