@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,52 +29,20 @@ from flashmoe_gguf.budget import (
 from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
 from flashmoe_gguf.governor import Governor
 from flashmoe_gguf.host import default_budget, process_memory
-from flashmoe_gguf.libs import load_llama_cpp
+from flashmoe_gguf.llama_log import collected_errors
 from flashmoe_gguf.recording import Recording, used_experts
+from flashmoe_gguf.settings import StreamSettings
 from flashmoe_gguf.shapes import check_loadable
 from flashmoe_gguf.stats import ExpertUse, Stats
 from flashmoe_gguf.store import Geometry, read_geometry
 from flashmoe_gguf.streaming import ExpertStream, untouched_slot_bytes
-from flashmoe_gguf.trace import check_target, write_trace
+from flashmoe_gguf.trace import write_trace
 
-load_llama_cpp("patched")  # llama_cpp picks its libraries when it is imported
-
-import llama_cpp  # noqa: E402
-from llama_cpp._logger import llama_log_callback as _default_log  # noqa: E402
-from llama_cpp._logger import logger as _logger  # noqa: E402
+import llama_cpp  # isort: skip  # llama_log has made sure that it runs on our libraries
 
 Progress = Callable[[float], None]
 
-_recent_errors = threading.local()
 _one_at_a_time = threading.RLock()
-
-
-@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator,unused-ignore]
-def _log(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
-    if level == 4:  # GGML_LOG_LEVEL_ERROR
-        lines = getattr(_recent_errors, "lines", None)
-        if lines is not None:
-            lines.append(text.decode("utf-8", "replace").strip())
-    # llama_cpp takes levels for those of an older llama.cpp and would always print warnings
-    if _logger.level <= logging.DEBUG:
-        _default_log(level, text, user_data)
-
-
-llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
-
-
-class _Options(NamedTuple):
-    """The constructor's arguments that are ours, kept for pickling."""
-
-    ram: str | int | None
-    policy: str
-    io: str
-    n_slots: int | None
-    stream: bool
-    verify: str
-    lookahead: str | int
-    trace: str | None
-    trace_probs: bool
 
 
 class _Eval(NamedTuple):
@@ -95,7 +61,12 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
 
     - ram: budget of the whole process, such as "8G" or a number of bytes. None or "auto": what
       is available.
-    - policy: who leaves the cache, "lru", "dlfu" or "auto".
+    - policy: who leaves the cache: a name of docs/POLICIES.md, "package.module:Class", or "auto",
+      which replays what it last saw of this model.
+    - policy_file: where a policy that learns keeps what it has learned; None: one file per model
+      in the user's cache directory. Read when it is there, written by `close()`.
+    - learn: False keeps a policy as it is, and nothing on disk.
+    - forget: begin without what was learned about this model before.
     - io: "direct", "buffered" or "auto" (direct where the file system allows it).
     - n_slots: experts cached per layer, instead of a budget. 0: nothing is cached.
     - stream: False loads the model as llama_cpp does, which cannot load a packed file.
@@ -123,9 +94,12 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         model_path: str,
         *,
         ram: str | int | None = None,
-        policy: str = "auto",
-        io: str = "auto",
         n_slots: int | None = None,
+        policy: str = "auto",
+        policy_file: str | os.PathLike[str] | None = None,
+        learn: bool = True,
+        forget: bool = False,
+        io: str = "auto",
         stream: bool = True,
         verify: str = "first",
         lookahead: str | int = "auto",
@@ -143,17 +117,24 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         self._running: _Eval | None = None
         self._parts_per_pass = 0
         self._plan: Plan | None = None
-        target = os.fspath(trace) if trace is not None else None
-        self._options = _Options(
-            ram, policy, io, n_slots, stream, verify, lookahead, target, trace_probs
+        self._stream = stream
+        self._settings = StreamSettings(
+            ram=ram,
+            n_slots=n_slots,
+            policy=policy,
+            policy_file=os.fspath(policy_file) if policy_file is not None else None,
+            learn=learn,
+            forget=forget,
+            io=io,
+            verify=verify,
+            lookahead=lookahead,
+            trace=os.fspath(trace) if trace is not None else None,
+            trace_probs=trace_probs,
         )
         check_arguments(
             model_path, None if parse_ram(ram) is None else ram, n_slots, kwargs, llama_cpp.Llama
         )
-        if target is not None:
-            check_target(Path(target))
-        elif trace_probs:
-            raise OptionError("trace_probs needs trace", "give the file: trace=")
+        self._settings.check()
         self.geometry: Geometry = read_geometry(model_path)
         check_loadable(self.geometry)
         try:
@@ -173,30 +154,27 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
             raise
 
     def _load(self, model_path: str, kwargs: dict[str, Any]) -> None:
-        _recent_errors.lines = deque(maxlen=16)
-        try:
-            with assertions_raised(llama_cpp.llama_cpp._lib):
-                super().__init__(model_path, **kwargs)
-        except ValueError as error:
-            stopped_by, self._stopped_by = self._stopped_by, None
-            if stopped_by is not None:
-                raise stopped_by from None
-            raise load_error(model_path, error, list(_recent_errors.lines)) from error
-        except MemoryError as error:
-            raise BudgetError(
-                f"not enough memory for a batch of {kwargs.get('n_batch', 512)} tokens",
-                "give a smaller n_batch or context",
-            ) from error
-        finally:
-            _recent_errors.lines = None
+        with collected_errors() as log:
+            try:
+                with assertions_raised(llama_cpp.llama_cpp._lib):
+                    super().__init__(model_path, **kwargs)
+            except ValueError as error:
+                stopped_by, self._stopped_by = self._stopped_by, None
+                if stopped_by is not None:
+                    raise stopped_by from None
+                raise load_error(model_path, error, list(log)) from error
+            except MemoryError as error:
+                raise BudgetError(
+                    f"not enough memory for a batch of {kwargs.get('n_batch', 512)} tokens",
+                    "give a smaller n_batch or context",
+                ) from error
 
     def _load_streamed(self, model_path: str, kwargs: dict[str, Any]) -> None:
-        ram, policy, io, n_slots, _, verify, lookahead, trace, trace_probs = self._options
-        ram_bytes = parse_ram(ram) or default_budget().limit_bytes
+        settings = self._settings
+        n_slots = settings.n_slots
+        ram_bytes = parse_ram(settings.ram) or default_budget().limit_bytes
         process_bytes = process_memory()[0] + untouched_slot_bytes()
-        self._experts = ExpertStream(
-            self.geometry, io=io, policy=policy, verify=verify, lookahead=lookahead
-        )
+        self._experts = ExpertStream(self.geometry, settings)
         header, n_ctx = self.geometry.header, kwargs.get("n_ctx", 512)
         quantized = kwargs.get("type_k") is not None or kwargs.get("type_v") is not None
         fixed = Fixed(
@@ -230,9 +208,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
             )
         n_bound = [g.n_bound for g in self._experts.groups()]
         self._parts_per_pass = sum(n_bound)
-        if trace is not None:
+        if settings.trace is not None:
             self._recording = Recording(
-                self._experts.native, self.geometry, n_bound, top_k, trace_probs
+                self._experts.native, self.geometry, n_bound, top_k, settings.trace_probs
             )
         self._watch_context()
 
@@ -306,7 +284,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
 
     @context_params.setter
     def context_params(self, params: Any) -> None:
-        if self._experts is not None and self._options.trace and self._options.trace_probs:
+        if self._experts is not None and self._settings.trace_probs:
             function, stream = self._experts.native.probs_callback()
             callback = ctypes.cast(function, llama_cpp.ggml_backend_sched_eval_callback)
             params.cb_eval, params.cb_eval_user_data = callback, stream
@@ -386,14 +364,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
 
         Raises OptionError when nothing is recorded, TraceError when the file cannot be written.
         """
-        if self._recording is None or self._options.trace is None:
+        if self._recording is None or self._settings.trace is None:
             raise OptionError("no routing is recorded", "give trace= when loading the model")
-        write_trace(Path(self._options.trace), self._recording.trace())
+        write_trace(Path(self._settings.trace), self._recording.trace())
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        # a copy would write to the same file
-        return {**state, **self._options._replace(trace=None)._asdict()}
+        return {**state, **self._settings.for_a_copy(), "stream": self._stream}
 
     def close(self) -> None:
         """Frees the model, then the cache that it reads from. Writes the trace, if there is one."""

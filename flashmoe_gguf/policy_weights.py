@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from flashmoe_gguf.cache_dir import cache_dir
 from flashmoe_gguf.errors import TraceError
 
 # Of the features and the order of the numbers that each policy in C saves.
@@ -32,10 +34,8 @@ Floats = npt.NDArray[np.float32]
 
 
 def weights_path(policy: str, fingerprint: str) -> Path:
-    """Where weights are kept: $XDG_CACHE_HOME/flashmoe-gguf/policies, else below ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    cache = Path(root) if root else Path.home() / ".cache"
-    return cache / "flashmoe-gguf" / "policies" / f"{policy}-{fingerprint}.safetensors"
+    """Where weights are kept when no file is given."""
+    return cache_dir() / "policies" / f"{policy}-{fingerprint}.safetensors"
 
 
 def save_weights(path: Path, weights: Floats, *, policy: str, fingerprint: str) -> None:
@@ -88,6 +88,41 @@ def forget_weights(path: Path) -> bool:
     except OSError as error:
         raise TraceError(f"cannot remove {path}: {error.strerror or error}") from error
     return True
+
+
+@dataclass(frozen=True)
+class PolicyMemory:
+    """The file of one policy and model. One that the user gave must be right; the one in the cache
+    directory may be missing, of another version, or impossible to write.
+    """
+
+    path: Path
+    policy: str
+    fingerprint: str
+    is_given: bool
+
+    def load(self) -> Floats | None:
+        """What it holds; None when there is nothing yet. Raises TraceError for a given one."""
+        if not self.path.exists():
+            return None
+        try:
+            return load_weights(self.path, policy=self.policy, fingerprint=self.fingerprint)
+        except TraceError:
+            if self.is_given:
+                raise
+            return None
+
+    def save(self, weights: Floats) -> None:
+        """Replaces the file. Raises TraceError for a given one."""
+        try:
+            save_weights(self.path, weights, policy=self.policy, fingerprint=self.fingerprint)
+        except TraceError:
+            if self.is_given:
+                raise
+
+    def forget(self) -> None:
+        """Removes the file. Raises TraceError when it cannot."""
+        forget_weights(self.path)
 
 
 def _schema(policy: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,9 @@ from flashmoe_gguf.errors import ExpertReadError, FlashMoEError, ModelFileError,
 from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.lookahead import parse_lookahead
 from flashmoe_gguf.policy import SIMULATED, PolicyClass, find_class
+from flashmoe_gguf.policy_weights import SCHEMAS, PolicyMemory, weights_path
 from flashmoe_gguf.regret import WINDOW_TOKENS, RegretGauge
+from flashmoe_gguf.settings import StreamSettings
 from flashmoe_gguf.stats import ExpertUse, Stats
 from flashmoe_gguf.store import FAMILIES, Geometry
 
@@ -80,31 +83,25 @@ class ExpertStream:
     `close()` comes after the model is gone.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        *,
-        io: str,
-        policy: str,
-        verify: str = "first",
-        lookahead: str | int = "off",
-    ) -> None:
+    def __init__(self, geometry: Geometry, settings: StreamSettings) -> None:
         self.geometry = geometry
-        self.lookahead = parse_lookahead(lookahead)
-        self._chosen = choose_policy(policy)
+        self._settings = settings
+        self._lookahead = parse_lookahead(settings.lookahead)
+        self._chosen = choose_policy(settings.policy)
         self._reason = ""
         self._foreign: ForeignPolicy | None = None
         self._gauge: RegretGauge | None = None
+        self._memory: PolicyMemory | None = None
         self._process = os.getpid()
         self._budget_bytes = 0
         self._start_bytes = 0
         n_ring = ring_buffers(geometry.max_part_bytes)
         self.native = NativeStream(
-            io=io,
+            io=settings.io,
             n_workers=N_WORKERS,
             n_ring=n_ring,
             request_bytes=REQUEST_BYTES,
-            verify=verify,
+            verify=settings.verify,
         )
         try:
             self._describe()
@@ -157,8 +154,9 @@ class ExpertStream:
         """
         self.native.start(slots, self._make_policy(slots))
         self.native.fill()
-        if self.lookahead is not None:
-            ahead = self.lookahead
+        self._remember()
+        if self._lookahead is not None:
+            ahead = self._lookahead
             self.native.lookahead(ahead.predictor, ahead.width, adaptive=ahead.adaptive)
         self.native.start_window(top_k, WINDOW_TOKENS)
         self._gauge = RegretGauge(self.native, self.n_expert, self._n_slots)
@@ -185,6 +183,23 @@ class ExpertStream:
         made = self._chosen.make(n_expert, list(slots))
         self._foreign = ForeignPolicy(self._chosen.name, made, n_expert)
         return self._foreign
+
+    def _remember(self) -> None:
+        """A policy that learns begins with what it has learned before."""
+        policy, given = self.policy, self._settings.policy_file
+        if policy not in SCHEMAS:
+            if given is not None and self._settings.policy != "auto":
+                raise OptionError(f"policy {policy} learns nothing", "leave out the policy file")
+            return
+        fingerprint = model_fingerprint(self.geometry)
+        path = Path(given) if given is not None else weights_path(policy, fingerprint)
+        self._memory = PolicyMemory(path, policy, fingerprint, is_given=given is not None)
+        if self._settings.forget:
+            self._memory.forget()
+        weights = self._memory.load()
+        if weights is not None:
+            self.native.load_policy_weights(weights)
+        self.native.freeze_policy(not self._settings.learn)
 
     @property
     def policy(self) -> str:
@@ -257,14 +272,23 @@ class ExpertStream:
             **c,
         )
 
+    def _keep(self) -> None:
+        """What was learned, and the last routing, for the next time."""
+        with contextlib.suppress(ModelFileError):  # the file is gone
+            experts, _ = self.native.window(len(self.geometry.groups))
+            layers = np.array([group.layer for group in self.geometry.groups], np.int32)
+            keep_recent(model_fingerprint(self.geometry), experts, self.n_expert, layers)
+        memory, self._memory = self._memory, None
+        weights = self.native.policy_weights() if memory is not None else None
+        if memory is not None and weights is not None:
+            memory.save(weights)
+
     def close(self) -> None:
         """Waits for reads in flight and frees the cache. Keeps the last routing for next time."""
         _LIVE.discard(self)
         gauge, self._gauge = self._gauge, None
         if gauge is not None:
             gauge.close()
-            experts, _ = self.native.window(len(self.geometry.groups))
-            layers = np.array([group.layer for group in self.geometry.groups], np.int32)
-            with contextlib.suppress(ModelFileError):  # the file is gone
-                keep_recent(model_fingerprint(self.geometry), experts, self.n_expert, layers)
+            if self._settings.learn:
+                self._keep()
         self.native.close()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from flashmoe_gguf.auto_policy import DEFAULT
 from flashmoe_gguf.errors import TraceError
 from flashmoe_gguf.plan.forecast import Curve
 from flashmoe_gguf.plan.sizes import Subject
 from flashmoe_gguf.simulate import Size, replay
-from flashmoe_gguf.streaming import AUTO_POLICY
 from flashmoe_gguf.trace import read_trace
 
 _STEPS = 12  # sizes of cache between nothing and everything; in between, straight lines
@@ -33,7 +33,7 @@ def trace_curve(path: Path, subject: Subject) -> Curve:
     numbers = sorted(
         {subject.top_k, *(n_expert * i // _STEPS for i in range(1, _STEPS))} - {0, n_expert}
     )
-    rates = [replay(trace, AUTO_POLICY, Size(str(n), number=n)).hit_rate for n in numbers]
+    rates = [replay(trace, DEFAULT, Size(str(n), number=n)).hit_rate for n in numbers]
     shares = np.array([0, *numbers, n_expert]) / n_expert
     hits = np.maximum.accumulate([0.0, *rates, 1.0])  # a policy may do worse with more; plans not
 
