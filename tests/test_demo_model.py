@@ -388,7 +388,7 @@ def test_the_cache_follows_xdg(
     assert model.ensure_model().parent == tmp_path / "xdg" / "flashmoe-gguf"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    assert model.default_cache_dir() == tmp_path / "home" / ".cache" / "flashmoe-gguf"
+    assert model.default_cache() == tmp_path / "home" / ".cache" / "flashmoe-gguf"
 
 
 def test_a_second_builder_waits_for_the_first(

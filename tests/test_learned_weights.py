@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from safetensors.numpy import save_file
 
 import scenarios
 from flashmoe_gguf import Llama
-from flashmoe_gguf.errors import FlashMoEError, OptionError, TraceError
+from flashmoe_gguf.errors import OptionError, TraceError
 from flashmoe_gguf.policy_weights import (
     SCHEMAS,
     forget_weights,
@@ -119,15 +120,13 @@ def test_one_file_per_model_and_policy(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert weights_path("learned", MODEL).is_relative_to(Path.home() / ".cache")
 
 
-def run(model: Path, policy: str, given: np.ndarray | None, *, learn: bool) -> np.ndarray | None:
-    """What the policy knows after some tokens, which begin with what is given."""
-    llm = Llama(str(model), n_slots=4, policy=policy, **scenarios.context_options(1, n_ctx=512))
+def run(model: Path, policy: str, **options: Any) -> np.ndarray | None:
+    """What the policy knows after some tokens."""
+    base = scenarios.context_options(1, n_ctx=512)
+    llm = Llama(str(model), n_slots=4, policy=policy, lookahead="off", **base, **options)
     try:
         assert llm._experts is not None
         native = llm._experts.native
-        if given is not None:
-            native.load_policy_weights(given)
-        native.freeze_policy(not learn)
         scenarios.follow(llm, range(5, 45), 12)
         native.verify()
         return native.policy_weights()
@@ -135,20 +134,44 @@ def run(model: Path, policy: str, given: np.ndarray | None, *, learn: bool) -> n
         llm.close()
 
 
-def test_a_stream_learns_and_takes_up_what_was_learned(
-    tiny_model: Callable[[str], Path],
+def test_what_was_learned_is_taken_up_by_the_next_run(
+    tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    model = tiny_model("qwen3moe")
-    fresh = run(model, "learned", None, learn=False)
-    first = run(model, "learned", None, learn=True)
-    again = run(model, "learned", None, learn=True)
-    assert fresh is not None and first is not None and again is not None
+    model, file = tiny_model("qwen3moe"), tmp_path / "p.safetensors"
+    fresh = run(model, "learned", policy_file=file, learn=False)
+    assert not file.exists()  # nothing was learned
+    first = run(model, "learned", policy_file=file)
+    assert fresh is not None and first is not None
     assert np.abs(first - fresh).max() > 0.1
-    assert np.array_equal(first, again)
-    assert np.array_equal(run(model, "learned", first, learn=False), first)
-    assert not np.array_equal(run(model, "learned", first, learn=True), first)
-    assert run(model, "lru", None, learn=True) is None
-    with pytest.raises(OptionError, match="cannot take these 3 weights"):
-        run(model, "learned", first[:3], learn=True)
-    with pytest.raises(FlashMoEError, match="no policy that learns"):
-        run(model, "lru", first, learn=True)
+    kept = file.read_bytes()
+    assert np.array_equal(run(model, "learned", policy_file=file, learn=False), first)
+    assert file.read_bytes() == kept
+    assert not np.array_equal(run(model, "learned", policy_file=file), first)
+    assert file.read_bytes() != kept
+
+
+def test_without_a_file_it_is_kept_per_model_until_it_is_forgotten(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = tiny_model("qwen3moe")
+    first = run(model, "learned")
+    (kept,) = (tmp_path / "flashmoe-gguf" / "policies").iterdir()
+    second = run(model, "learned")
+    assert first is not None and second is not None
+    assert not np.array_equal(first, second)
+    assert np.array_equal(run(model, "learned", forget=True), first)
+    kept.write_bytes(b"damaged")  # of the cache's own files none has to be right
+    assert np.array_equal(run(model, "learned"), first)
+    assert run(model, "lru") is None
+
+
+def test_a_given_file_has_to_be_right(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model, file = tiny_model("qwen3moe"), tmp_path / "p.safetensors"
+    file.write_bytes(b"damaged")
+    with pytest.raises(TraceError, match="does not fit this run"):
+        run(model, "learned", policy_file=file)
+    with pytest.raises(OptionError, match="policy lru learns nothing"):
+        run(model, "lru", policy_file=file)
+    with pytest.raises(OptionError, match="forget"):
+        run(model, "learned", policy_file=file, forget=True)

@@ -70,7 +70,10 @@ class FakeStream:
     def window_tokens(self) -> int:
         return self.n
 
-    def window(self, n_groups: int) -> tuple[Ids, npt.NDArray[np.uint32]]:
+    def n_slots(self) -> npt.NDArray[np.int32]:
+        return np.full(N_LAYER, N_SLOTS, np.int32)
+
+    def window(self) -> tuple[Ids, npt.NDArray[np.uint32]]:
         self.read += 1
         return self.experts[: self.n], lru_hits(self.experts[: self.n], N_SLOTS)
 
@@ -79,7 +82,7 @@ def test_the_gauge_measures_when_enough_is_new(
     sizes: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]],
 ) -> None:
     stream = FakeStream()
-    gauge = RegretGauge(stream, sizes[0], lambda: sizes[1], interval=1000)
+    gauge = RegretGauge(stream, sizes[0], interval=1000)
     for n, read in [(LEAST_TOKENS - 1, 0), (LEAST_TOKENS, 1), (200, 1), (700, 2), (701, 2)]:
         stream.n = n
         gauge.step()
@@ -106,7 +109,7 @@ def test_a_model_measures_itself_and_remembers(
     regret = llm.stats().regret  # type: ignore[union-attr]
     assert regret is not None
     assert regret.lru - 0.02 < regret.actual <= regret.belady + 0.02
-    ids, _ = experts.native.window(len(llm.geometry.groups))
+    ids, _ = experts.window()
     fingerprint = model_fingerprint(llm.geometry)
     llm.close()
 

@@ -223,10 +223,10 @@ def test_no_room_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache() == tmp_path / "flashmoe" / "synthetic"
+    assert default_cache() == tmp_path / "flashmoe-gguf" / "synthetic"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_cache() == tmp_path / "home" / ".cache" / "flashmoe" / "synthetic"
+    assert default_cache() == tmp_path / "home" / ".cache" / "flashmoe-gguf" / "synthetic"
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     with pytest.raises(FlashMoEError, match="cannot write"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -30,6 +29,7 @@ from flashmoe_gguf.bench.synthetic import (
     write_replay_model,
 )
 from flashmoe_gguf.bench.synthetic_trace import Statistics, statistics_for, synthetic_trace
+from flashmoe_gguf.cache_dir import cache_dir
 from flashmoe_gguf.errors import FlashMoEError, ModelFileError, OptionError
 from flashmoe_gguf.gguf import read_header
 from flashmoe_gguf.trace import NO_EXPERT, Trace, read_trace, write_trace
@@ -126,9 +126,8 @@ def synthetic_model(
 
 
 def default_cache() -> Path:
-    """Where models are kept: flashmoe/synthetic in $XDG_CACHE_HOME or ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "flashmoe" / "synthetic"
+    """Where models are kept."""
+    return cache_dir() / "synthetic"
 
 
 def list_cached(cache: Path | None = None) -> list[CachedModel]:

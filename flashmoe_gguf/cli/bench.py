@@ -222,10 +222,10 @@ def _packed(options: BenchOptions, geometry: Geometry, screen: Screen) -> Path:
                 "leave out --packed, or pack it: flashmoe pack",
             )
         return path
-    from flashmoe_gguf.demo.model import default_cache_dir
+    from flashmoe_gguf.cache_dir import cache_dir
     from flashmoe_gguf.pack import pack_model
 
-    path = default_cache_dir() / f"bench-{model_fingerprint(geometry)[:16]}.packed.gguf"
+    path = cache_dir() / f"bench-{model_fingerprint(geometry)[:16]}.packed.gguf"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = ByteCount()
     with Activity(screen, "packing", done.state):

