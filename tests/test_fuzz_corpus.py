@@ -25,6 +25,14 @@ def test_inspect_pack_verify_and_unpack_answer(name: str, tmp_path: Path) -> Non
     assert collect.answers(collect.read(name), tmp_path) == EXPECTED[name]
 
 
+@pytest.mark.parametrize("name", sorted(n for n in EXPECTED if n.startswith("found-load-")))
+def test_loading_answers(name: str, tmp_path: Path) -> None:
+    """These end the process, or compute on nothing, where llama.cpp alone loads them."""
+    model = target.write(tmp_path / "m", [("model.gguf", collect.read(name))])
+    answer = target.load(model)
+    assert answer.startswith(f"{model}: ") and "\n" not in answer
+
+
 def test_a_run_can_be_done_again(tmp_path: Path) -> None:
     """The same number is the same file wherever the seeds were made, and each is damaged."""
     (tmp_path / "a").mkdir()

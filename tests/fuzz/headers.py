@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import llama_cpp as lc
-
 from flashmoe_gguf.assertions import assertions_raised
+from flashmoe_gguf.libs import load_llama_cpp
 from flashmoe_gguf.llama import _log
 
+lc: Any = load_llama_cpp("patched")
 _LIB: Any = lc.llama_cpp._lib
 
 

@@ -130,8 +130,9 @@ def check_numbers_alone(path: Path) -> None:
     geometry, header = read_geometry(path), read_header(path)
     n_layer = geometry.n_layer - geometry.n_nextn
     routed = [i for i in range(n_layer) if i >= (header.get("leading_dense_block_count") or 0)]
-    if geometry.architecture.startswith("nemotron_h"):
-        routed = []  # which layers have experts, its widths say
+    widths = header.get("feed_forward_length")
+    if geometry.architecture.startswith("nemotron_h") and isinstance(widths, tuple):
+        routed = [i for i, width in enumerate(widths[:n_layer]) if width]
     check_top_k(header, geometry.layer_top_k or (0,), routed)
     check_numbers(header, n_layer)
     check_heads(header, geometry.n_layer)
