@@ -234,7 +234,8 @@ def test_belady_bytes_per_token() -> None:
     trace = trace_of([[[0], [0]], [[1], [0]], [[2], [1]]], [1, 2])
     bytes_of = {1: 100, 2: 10}
     assert belady_miss_bytes(trace, {1: 1, 2: 1}, bytes_of, 1, 2) == (200 + 10) / 2
-    assert belady_miss_bytes(trace, {1: 1, 2: 1}, bytes_of, 2, 2) is None  # it ends before
+    assert belady_miss_bytes(trace, {1: 1, 2: 1}, bytes_of, 2, 2) == 110  # it has one of the two
+    assert belady_miss_bytes(trace, {1: 1, 2: 1}, bytes_of, 3, 2) is None
     assert belady_miss_bytes(trace, {0: 1, 1: 1}, bytes_of, 0, 1) is None  # no such layer
 
 

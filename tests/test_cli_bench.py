@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from click.testing import Result
@@ -22,6 +23,7 @@ from flashmoe_gguf.bench.runner import Progress
 from flashmoe_gguf.cli import bench as bench_command
 from flashmoe_gguf.cli.bench import progress_state
 from flashmoe_gguf.cli.progress import progress_text
+from flashmoe_gguf.trace import Trace, write_trace
 
 v1 = test_bench_limit.v1
 
@@ -29,7 +31,7 @@ QUICK = ("--prompt", "4", "--gen", "8", "-t", "1", "--cold", "advise")
 
 # Stands in for an arm: what it does depends on its name. `logits`, `tokens`: a letter per step.
 _ARM = """
-import json, os, sys
+import json, os, shutil, sys
 arm = json.load(sys.stdin)
 does = {does!r}.get(arm["name"], {{}})
 def say(**event): print(json.dumps(event), flush=True)
@@ -39,6 +41,7 @@ if "error" in does:
 if arm["n_gen"] == 0:
     say(event="result", result={{"floor_bytes": 100 << 20}})
     sys.exit()
+if arm["trace"]: shutil.copy({trace!r}, arm["trace"])
 with open({log!r}, "a") as file: file.write(arm["name"] + "\\n")
 if "exit" in does: sys.exit(does["exit"])
 say(event="progress", phase="decoding", done=1, total=9)
@@ -67,10 +70,21 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[[
     files; `does` says what an arm does by its name. Arms that ran are in the file `log`."""
     root = tmp_path / "cgroup"
     root.mkdir()
+    routing = Trace(
+        np.tile(np.array([0, 1, 2], np.uint16), (12, 3, 1)),
+        np.array([0, 12]),
+        np.full(3, 10, np.int32),
+        np.arange(3, dtype=np.int32),
+    )
+    write_trace(tmp_path / "routing.npz", routing)
     (root / "cgroup.subtree_control").write_text("memory")
 
     def run(*arguments: str | Path, model: Path | None = None, **does: Any) -> Result:
-        script = _ARM.format(does=does.get("does", {}), log=str(tmp_path / "log"))
+        script = _ARM.format(
+            does=does.get("does", {}),
+            log=str(tmp_path / "log"),
+            trace=str(tmp_path / "routing.npz"),
+        )
         monkeypatch.setattr(arm_process, "command", lambda: [sys.executable, "-S", "-c", script])
         monkeypatch.setattr(bench_command, "find_limiter", lambda: V2(root))
         monkeypatch.setattr(bench_command, "disk_bandwidth", lambda _path: 1e9)
@@ -82,7 +96,10 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[[
 
 
 def ran(tmp_path: Path) -> list[str]:
-    return (tmp_path / "log").read_text().split()
+    """The arms of the rounds; the run that records the routing comes before them."""
+    recording, *arms = (tmp_path / "log").read_text().splitlines()
+    assert recording.endswith(" (recording)")
+    return arms
 
 
 def test_the_real_thing(v1: V1, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +124,14 @@ def test_the_real_thing(v1: V1, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     few = rows["policy=lru,slots=2"]
     assert few["peak_bytes"] <= few["limit_bytes"] == 256 << 20
     assert (few["policy"], few["n_slots"], few["layout"]) == ("lru", 2, "in place")
-    assert few["efficiency"] > 0 and few["lookups"] > 0 and few["missed_bytes"] > 0
+    # with as many slots as a token uses experts, no policy has a choice
+    assert few["belady_miss_bytes"] == few["missed_bytes"] / 8
+    assert (
+        few["efficiency"] > 0
+        and few["roofline_tok_s"] > 0
+        and few["lookups"] > 0
+        and few["missed_bytes"] > 0
+    )
     assert rows["layout=packed"]["layout"] == "packed"
     assert rows["layout=packed"]["fingerprint"] == few["fingerprint"]
     assert rows["in-ram"]["limit_bytes"] is None and rows["stock"]["io_mode"] == "mmap"

@@ -46,7 +46,7 @@ class Arm:
       cut to `n_prompt` tokens.
     - n_warmup tokens are decoded before the clock starts, then n_gen; at most `seconds` are spent
       on either, but one token of n_gen is always made. None: as long as it takes.
-    - ram, n_slots, policy, io, lookahead: as the arguments of `Llama`; streamed only.
+    - ram, n_slots, policy, io, lookahead, trace: as the arguments of `Llama`; streamed only.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Arm:
     policy: str = "auto"
     io: str = "auto"
     lookahead: str = "auto"
+    trace: str | None = None
 
 
 def command() -> list[str]:
@@ -103,6 +104,7 @@ def load(arm: Arm) -> Any:
             policy=arm.policy,
             io=arm.io,
             lookahead=arm.lookahead,
+            trace=arm.trace,
             **options,
         )
     from flashmoe_gguf.stock import plain_llama, without_repacking
@@ -185,10 +187,13 @@ class _Run:
         return row
 
     def _streamed(self, delta: Any, prefill: Any, seconds: float) -> dict[str, Any]:
-        plan = self._llm.plan
+        plan, geometry = self._llm.plan, self._llm.geometry
+        decoding = geometry.decode_groups
         return {
             "n_slots": delta.n_slots,
-            "group_slots": list(plan.slots) if plan is not None else [],
+            "group_slots": [
+                n for n, g in zip(plan.slots, geometry.groups, strict=True) if g in decoding
+            ],
             "policy": delta.policy,
             "io_mode": delta.io_mode,
             "hit_rate": delta.decode_hit_rate,

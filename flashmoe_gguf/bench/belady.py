@@ -53,13 +53,14 @@ def _next_uses(tokens: list[list[int]]) -> list[list[int]]:
 def belady_miss_bytes(
     trace: Trace, slots: Mapping[int, int], expert_bytes: Mapping[int, int], first: int, n: int
 ) -> float | None:
-    """Bytes per token that Belady would read for tokens [first, first + n) of a trace.
+    """Bytes per token that Belady would read for tokens [first, first + n) of a trace, or those of
+    them that it has.
 
-    `slots` and `expert_bytes` by layer; layers that the trace does not have are an error of the
-    caller's, told by None, as is a trace that ends before those tokens.
+    `slots` and `expert_bytes` by layer. None when the trace lacks a layer, or all of these tokens.
     """
     columns = {int(layer): i for i, layer in enumerate(trace.layers)}
-    if n < 1 or first + n > trace.n_tokens or not set(slots) <= set(columns):
+    n = min(n, trace.n_tokens - first)
+    if n < 1 or not set(slots) <= set(columns):
         return None
     total = sum(
         belady_misses(trace.experts[:, columns[layer]], n_slots, first, first + n)

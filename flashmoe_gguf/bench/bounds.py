@@ -54,7 +54,7 @@ def add_bounds(
 def _belady(row: Row, trace: Trace | None, expert_bytes: Mapping[int, int]) -> float | None:
     slots = row.get("group_slots")
     if trace is None or not slots or len(slots) != len(expert_bytes):
-        return None  # two blocks of experts in a layer, or layers that decoding does not use
+        return None  # two blocks of experts in a layer
     by_layer = dict(zip(expert_bytes, slots, strict=True))
     first = int(row["n_prompt"]) + int(row["n_warmup"])
     return belady_miss_bytes(trace, by_layer, expert_bytes, first, int(row["n_gen"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from flashmoe_gguf.bench.gate import Gate, Output, OutputDiffersError
 from flashmoe_gguf.bench.limit import Ended, Limiter
 from flashmoe_gguf.errors import FlashMoEError
 from flashmoe_gguf.store import read_geometry
-from flashmoe_gguf.trace import Trace
+from flashmoe_gguf.trace import Trace, read_trace
 
 Row = dict[str, Any]
 # Stays out of the rows: the gate has seen it, and it is long.
@@ -95,6 +96,23 @@ class Bench:
                     f"{limit_text(case.limit_bytes)} are too little",
                     "give a larger --ram",
                 )
+
+    def record(self) -> Trace:
+        """The routing of this very run, by one more run of a streamed arm, outside the rounds.
+
+        All arms make the same tokens, so it is the routing of all. Raises FlashMoEError.
+        """
+        streamed = [case for case in self.cases if case.arm.kind == STREAMED]
+        case = max(streamed, key=lambda c: (c.limit_bytes is None, c.limit_bytes or 0))
+        with tempfile.TemporaryDirectory(prefix="flashmoe-bench-") as folder:
+            path = Path(folder) / "routing.npz"
+            arm = replace(case.arm, name=f"{case.name} (recording)", trace=str(path))
+            result, ended = run_arm(arm, case.limit_bytes, self.limiter, Progress(), self.timeout)
+            if result is None:
+                raise FlashMoEError(
+                    f"the arm {arm.name} was {_how_it_failed(ended)}", "give a larger --ram"
+                )
+            return read_trace(path)
 
     def rounds(self, gate: Gate, progress: Progress) -> Iterator[list[Row]]:
         """The rows of one round after the other, each held to the same output before it is given.

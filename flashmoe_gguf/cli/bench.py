@@ -124,6 +124,9 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
         )
         with Activity(screen, "trying the arms", lambda: None):
             measuring.check()
+        if trace is None:
+            with Activity(screen, "recording the routing", lambda: None):
+                measuring = replace(measuring, trace=measuring.record())
         try:
             with _ended_cleanly():
                 rows = _measure(measuring, gate, screen, options.jsonl)

@@ -250,7 +250,8 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         type=FilePath(),
         metavar="FILE",
         help="The routing (.npz) that a synthetic model replays. For MODEL, the routing of this "
-        "very prompt and its answer: gives the roofline.",
+        "very prompt and its answer, instead of one more run that records it: the roofline needs "
+        "it.",
     ),
     click.option(
         "--jsonl", type=FilePath(), metavar="FILE", help="Append every run to it, a JSON row each."
