@@ -33,10 +33,10 @@ TEST(lru_trace) {
     expect_resident(&model, "012");
     TOKEN(3, 0); /* 1 was used last by the second token, before 2 came in */
     expect_resident(&model, "023");
-    TOKEN(1, 4); /* 2, then 0: hit by the third token before 3 came in */
-    expect_resident(&model, "134");
-    TOKEN(4, 3, 1); /* three hits, in this order */
-    TOKEN(5, 6);    /* so 4 and 3 */
+    TOKEN(1, 4); /* 2, then 3: missed by the third token before it hit 0 */
+    expect_resident(&model, "014");
+    TOKEN(4, 0, 1); /* three hits, in this order */
+    TOKEN(5, 6);    /* so 4 and 0 */
     expect_resident(&model, "156");
 
     const struct fm_group_stats group = model_group(&model, 0);
