@@ -192,6 +192,9 @@ static void learn(struct group *group, const int32_t *experts, int32_t n) {
     for (int32_t i = 0; i < n; i++) {
         error[experts[i]] -= 1.0f;
     }
+    for (int32_t e = group->n_expert; e < stride; e++) {
+        error[e] = 0.0f;
+    }
     for (int32_t f = 0; f < N_FEATURES; f++) {
         const float *restrict feature = group->features + (size_t)f * (size_t)stride;
         float lanes[LANES] = {0};
