@@ -1,5 +1,5 @@
 /* policy_learned.c: the policy "context EMA". Which experts a token has just used, in this group and
- * in the four before it, says what will be used next; policy_learned_model.c learns that online.
+ * in some before it, says what will be used next; policy_learned_model.c learns that online.
  *
  * This file keeps what each group has seen, by token and not by order of calls: in a prefill pass
  * the first group sees all tokens before the second sees any. Every token is learned from once, in
@@ -117,7 +117,7 @@ static bool new_history(struct group *group, int64_t n_history, int32_t width) {
 static bool new_group(struct fm_policy *policy, int32_t g, const struct fm_policy_setup *setup) {
     struct group *group = &policy->groups[g];
     int32_t n_rows = 0;
-    for (int32_t j = 0; j < LEARNED_CONTEXTS; j++) {
+    for (int32_t j = 0; j < learned_contexts(setup->n_expert[g]); j++) {
         int64_t back;
         group->first_row[j] = n_rows;
         n_rows += setup->n_expert[context_group(setup->n_groups, g, j, &back)];
@@ -235,7 +235,7 @@ static void fill_step(const struct fm_policy *policy, int32_t g, int64_t token,
     const struct group *group = &policy->groups[g];
     step->token = token;
     step->n_rows = 0;
-    for (int32_t j = 0; j < LEARNED_CONTEXTS; j++) {
+    for (int32_t j = 0; j < learned_contexts(group->model.n_expert); j++) {
         add_context(policy, g, j, token, step);
     }
     const struct visit *visit = find_visit(policy, group, token);
@@ -309,7 +309,7 @@ static void process_first_groups(struct fm_policy *policy) {
 
 static void grow_history(struct fm_policy *policy, int32_t n_tokens) {
     int64_t n = policy->n_history;
-    while (n < (int64_t)n_tokens + LEARNED_HORIZON + 2 && n < MAX_HISTORY) {
+    while (n < (int64_t)n_tokens + LEARNED_HORIZON + LEARNED_CONTEXTS && n < MAX_HISTORY) {
         n *= 2;
     }
     if (n == policy->n_history) {

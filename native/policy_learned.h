@@ -14,7 +14,7 @@
 enum {
     LEARNED_EMAS = 3,
     LEARNED_FEATURES = 6,
-    LEARNED_CONTEXTS = 5, /* the group itself and the four before it */
+    LEARNED_CONTEXTS = 9, /* at most: the group itself and those before it */
     LEARNED_HORIZON = 4,  /* tokens between a step and learning from it */
     LEARNED_LANES = 8,
 };
@@ -46,6 +46,11 @@ struct learned_step {
     int32_t *rows;   /* [n_rows] rows that count */
     int32_t n_rows;
 };
+
+/* How many a group looks at. More than four before it pay little; where experts are few, they also cost little. */
+static inline int32_t learned_contexts(int32_t n_expert) {
+    return n_expert <= 64 ? LEARNED_CONTEXTS : 5;
+}
 
 bool learned_statistics_new(struct learned_statistics *statistics, int32_t stride);
 void learned_statistics_free(struct learned_statistics *statistics);

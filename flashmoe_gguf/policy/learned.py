@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 
 f32 = np.float32
 HORIZON = 4
-CONTEXTS = 5
+MANY_CONTEXTS, FEW_CONTEXTS, FEW_EXPERTS = 9, 5, 64
 LANES = 8
 DECAYS = (f32(0.8), f32(0.95), f32(0.995))
 OLDEST = f32(512)
@@ -111,7 +111,7 @@ class _Layer:
     n_tokens: int = 0  # in this request
     n_used: int = 1
     current: list[int] = field(default_factory=list)
-    visits: deque[tuple[int, list[int]]] = field(default_factory=lambda: deque(maxlen=8))
+    visits: deque[tuple[int, list[int]]] = field(default_factory=lambda: deque(maxlen=16))
     steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=HORIZON + 1))
 
     def __post_init__(self) -> None:
@@ -194,7 +194,8 @@ class Learned(Policy):
         self._layers: list[_Layer] = []
         for layer in range(n):
             contexts, n_rows = [], 0
-            for j in range(CONTEXTS):
+            few = self.n_expert[layer] <= FEW_EXPERTS
+            for j in range(MANY_CONTEXTS if few else FEW_CONTEXTS):
                 contexts.append(((layer - j) % n, -((layer - j) // n), n_rows))
                 n_rows += self.n_expert[(layer - j) % n]
             self._contexts.append(contexts)

@@ -9,10 +9,10 @@
 #include "policy.h"
 #include "policy_learned.h"
 
-enum { N_GROUPS = 6, N_TOKENS = 220, MAX_EXPERT = 20, MAX_USED = 10 };
+enum { N_GROUPS = 6, N_TOKENS = 220, MAX_EXPERT = 70, MAX_USED = 10 };
 
-static const int32_t n_expert[N_GROUPS] = {12, 8, 20, 12, 9, 16};
-static const int32_t n_slots[N_GROUPS] = {6, 0, 20, 12, 3, 8}; /* several discounts */
+static const int32_t n_expert[N_GROUPS] = {12, 8, 20, 70, 9, 16};
+static const int32_t n_slots[N_GROUPS] = {6, 0, 20, 30, 3, 8}; /* several discounts */
 
 /* A trace with something to learn: each token has a hidden kind that follows the last one, and a
  * kind mostly uses the same experts. */
@@ -100,8 +100,8 @@ struct reference {
     double w[N_GROUPS][6];
     double V[N_GROUPS][N_TOKENS][MAX_EXPERT]; /* of the set of experts that token t uses, by its first such token */
     double n_V[N_GROUPS][N_TOKENS];
-    double n_W[N_GROUPS][5][MAX_EXPERT]; /* how often it was learned from */
-    double W[N_GROUPS][5][MAX_EXPERT][MAX_EXPERT]; /* group, context, used expert, scored expert */
+    double n_W[N_GROUPS][9][MAX_EXPERT]; /* how often it was learned from */
+    double W[N_GROUPS][9][MAX_EXPERT][MAX_EXPERT]; /* group, context, used expert, scored expert */
     double z[N_TOKENS][N_GROUPS][MAX_EXPERT];
     int sequence_start[N_TOKENS]; /* first token of the request that t belongs to */
 };
@@ -146,15 +146,27 @@ static void reference_features(const struct reference *r, const struct trace *tr
     phi[5] = 3 * (c + 0.5) / (t - start + 1 + 1 + 0.5 * n_expert[g] / k);
 }
 
+/* Context q of token t in group g: which token and group. */
+static int context(int t, int g, int q, int *from) {
+    for (*from = g - q; *from < 0; *from += N_GROUPS) {
+        t--;
+    }
+    return t;
+}
+
+static int n_contexts(int g) {
+    return n_expert[g] <= 64 ? 9 : 5;
+}
+
 static double reference_score(const struct reference *r, const struct trace *trace, int t, int g, int e, double *phi) {
     reference_features(r, trace, t, g, e, phi);
     double z = r->b[g][e];
     for (int f = 0; f < 6; f++) {
         z += r->w[g][f] * phi[f];
     }
-    for (int q = 0; q < 5; q++) {
-        const int from = g - q < 0 ? g - q + N_GROUPS : g - q;
-        const int token = g - q < 0 ? t - 1 : t;
+    for (int q = 0; q < n_contexts(g); q++) {
+        int from;
+        const int token = context(t, g, q, &from);
         for (int i = 0; token >= 0 && i < trace->n[token][from]; i++) {
             z += r->W[g][q][trace->experts[token][from][i]][e];
         }
@@ -190,9 +202,9 @@ static void reference_learn(struct reference *r, const struct trace *trace, int 
             sum[f] += gradient[e] * phi[f];
         }
     }
-    for (int q = 0; q < 5; q++) {
-        const int from = g - q < 0 ? g - q + N_GROUPS : g - q;
-        const int token = g - q < 0 ? o - 1 : o;
+    for (int q = 0; q < n_contexts(g); q++) {
+        int from;
+        const int token = context(o, g, q, &from);
         for (int i = 0; token >= 0 && i < trace->n[token][from]; i++) {
             const int used = trace->experts[token][from][i];
             const double rate = reference_rate(q == 0 ? 0.01 : 0.003, &r->n_W[g][q][used]);
@@ -375,7 +387,8 @@ TEST(it_names_victims_in_the_middle_of_a_batch) {
     struct trace *trace = new_trace();
     struct fm_policy *asked = create();
     struct fm_policy *left_alone = create();
-    const uint8_t all[MAX_EXPERT] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    uint8_t all[MAX_EXPERT];
+    memset(all, 1, sizeof all);
     for (int t = 0; t < N_TOKENS; t += 20) {
         for (int g = 0; g < N_GROUPS; g++) {
             fm_policy_learned.begin_pass(asked, g, 20);
@@ -470,4 +483,24 @@ TEST(one_group_looks_at_its_own_past) {
     two[(next + 2) % 3] = 0; /* just used */
     CHECK_EQUAL(fm_policy_learned.victim(policy, 0, two), (next + 1) % 3);
     fm_policy_learned.destroy(policy);
+}
+
+TEST(one_group_in_batches_looks_as_far_back) {
+    const int32_t one[] = {12};
+    const struct fm_policy_setup setup = {.n_groups = 1, .n_expert = one, .n_slots = one};
+    struct fm_policy *batched = fm_policy_learned.create(&setup);
+    struct fm_policy *single = fm_policy_learned.create(&setup);
+    CHECK(batched != NULL && single != NULL);
+    struct trace *trace = new_trace();
+    for (int t = 0; t < N_TOKENS; t++) {
+        if (t % 55 == 0) {
+            fm_policy_learned.begin_pass(batched, 0, 55);
+        }
+        pass(batched, trace, t, 0);
+        pass(single, trace, t, 0);
+    }
+    check_same(batched, single);
+    fm_policy_learned.destroy(batched);
+    fm_policy_learned.destroy(single);
+    free(trace);
 }
