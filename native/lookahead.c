@@ -254,6 +254,7 @@ void fm_lookahead_free(struct fm_lookahead *l) {
 }
 
 static const struct fm_predictor_type *const types[] = {
+    &fm_predictor_routing,
     &fm_predictor_router,
 };
 

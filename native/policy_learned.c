@@ -346,10 +346,6 @@ static void used(struct fm_policy *policy, int32_t g, int32_t expert) {
     }
 }
 
-static void nothing(struct fm_policy *policy, int32_t group, int32_t expert) {
-    (void)policy, (void)group, (void)expert;
-}
-
 static void end_token(struct fm_policy *policy, int32_t g) {
     struct group *group = &policy->groups[g];
     if (group->n_announced == 0) {
@@ -470,8 +466,8 @@ const struct fm_policy_type fm_policy_learned = {
     .begin_pass = begin_pass,
     .on_hit = used,
     .on_miss = used,
-    .on_insert = nothing,
-    .on_remove = nothing,
+    .on_insert = fm_policy_no_use,
+    .on_remove = fm_policy_no_use,
     .victim = victim,
     .end_token = end_token,
     .begin_sequence = begin_sequence,

@@ -1,4 +1,4 @@
-/* test_predict.c: the routing-context predictor against its formulas in double precision; what it
+/* test_predict_routing.c: the routing-context predictor against its formulas in double precision; what it
  * learns from a trace that can be predicted; groups that a token skips. */
 
 #include <math.h>
@@ -6,12 +6,17 @@
 #include <string.h>
 
 #include "check.h"
-#include "predict.h"
+#include "lookahead.h"
 
 enum { N_GROUPS = 6, N_TOKENS = 150, MAX_EXPERT = 20, K = 3 };
 
 static const int32_t n_expert[N_GROUPS] = {12, 8, 20, 12, 9, 16};
 static const struct fm_policy_setup setup = {.n_groups = N_GROUPS, .n_expert = n_expert};
+
+static void observe(struct fm_predictor *predictor, int32_t group, const int32_t *experts, int32_t n) {
+    const struct fm_observation observation = {.experts = experts, .n = n};
+    fm_predictor_routing.observe(predictor, group, &observation);
+}
 
 struct trace {
     int32_t experts[N_TOKENS][N_GROUPS][K];
@@ -124,7 +129,7 @@ static void learn(struct reference *r, const struct trace *trace, int t, int g, 
 static void follow(bool skips) {
     struct trace *trace = new_trace(skips);
     struct reference *r = calloc(1, sizeof *r);
-    struct fm_predictor *predictor = fm_predictor_new(&setup);
+    struct fm_predictor *predictor = fm_predictor_routing.create(&setup);
     CHECK(r != NULL && predictor != NULL);
     for (int g = 0; g < N_GROUPS; g++) {
         memcpy(r->w[g], (double[]){0.3, 0.5, 0}, sizeof r->w[g]);
@@ -142,17 +147,17 @@ static void follow(bool skips) {
             float found[MAX_EXPERT];
             const bool asks = check_random(&state) % 3 != 0; /* it learns whether it was asked or not */
             if (asks) {
-                fm_predictor_next(predictor, g, found);
+                fm_predictor_routing.predict(predictor, g, found);
             }
             for (int e = 0; e < n_expert[g]; e++) {
                 p[e][3] = probability(r, trace, t, g, e, p[e]);
                 CHECK(!asks || fabs(found[e] - p[e][3]) < 1e-4);
             }
             learn(r, trace, t, g, p);
-            fm_predictor_token(predictor, g, trace->experts[t][g], K);
+            observe(predictor, g, trace->experts[t][g], K);
         }
     }
-    fm_predictor_free(predictor);
+    fm_predictor_routing.destroy(predictor);
     free(r);
     free(trace);
 }
@@ -166,7 +171,7 @@ TEST(a_group_that_a_token_skips_is_no_context_of_it) {
 }
 
 TEST(it_learns_what_follows_from_the_groups_before) {
-    struct fm_predictor *predictor = fm_predictor_new(&setup);
+    struct fm_predictor *predictor = fm_predictor_routing.create(&setup);
     CHECK(predictor != NULL);
     unsigned long long state = 3;
     float found[MAX_EXPERT];
@@ -174,42 +179,42 @@ TEST(it_learns_what_follows_from_the_groups_before) {
         const int32_t kind = (int32_t)(check_random(&state) % 4);
         for (int32_t g = 0; g < N_GROUPS; g++) {
             const int32_t used[] = {kind, kind + 4};
-            fm_predictor_next(predictor, g, found);
+            fm_predictor_routing.predict(predictor, g, found);
             for (int e = 0; e < n_expert[g] && t >= 1900 && g > 0; e++) {
                 CHECK(e == used[0] || e == used[1] ? found[e] > 0.9f : found[e] < 0.1f);
             }
             for (int e = 0; e < 8 && t >= 1900 && g == 0; e++) {
                 CHECK(found[e] > 0.02f && found[e] < 0.8f); /* nobody knows what comes first */
             }
-            fm_predictor_token(predictor, g, used, 2);
+            observe(predictor, g, used, 2);
         }
     }
-    fm_predictor_free(predictor);
+    fm_predictor_routing.destroy(predictor);
 }
 
 TEST(asking_changes_nothing) {
     struct trace *trace = new_trace(false);
-    struct fm_predictor *asked = fm_predictor_new(&setup);
-    struct fm_predictor *quiet = fm_predictor_new(&setup);
+    struct fm_predictor *asked = fm_predictor_routing.create(&setup);
+    struct fm_predictor *quiet = fm_predictor_routing.create(&setup);
     CHECK(asked != NULL && quiet != NULL);
     float first[MAX_EXPERT];
     float second[MAX_EXPERT];
     for (int t = 0; t < N_TOKENS; t++) {
         for (int g = 0; g < N_GROUPS; g++) {
-            fm_predictor_next(asked, (g + 2) % N_GROUPS, first);
-            fm_predictor_next(asked, g, first);
-            fm_predictor_next(asked, g, second);
+            fm_predictor_routing.predict(asked, (g + 2) % N_GROUPS, first);
+            fm_predictor_routing.predict(asked, g, first);
+            fm_predictor_routing.predict(asked, g, second);
             CHECK(memcmp(first, second, (size_t)n_expert[g] * sizeof first[0]) == 0);
-            fm_predictor_token(asked, g, trace->experts[t][g], K);
-            fm_predictor_token(quiet, g, trace->experts[t][g], K);
+            observe(asked, g, trace->experts[t][g], K);
+            observe(quiet, g, trace->experts[t][g], K);
         }
     }
     for (int g = 0; g < N_GROUPS; g++) {
-        fm_predictor_next(asked, g, first);
-        fm_predictor_next(quiet, g, second);
+        fm_predictor_routing.predict(asked, g, first);
+        fm_predictor_routing.predict(quiet, g, second);
         CHECK(memcmp(first, second, (size_t)n_expert[g] * sizeof first[0]) == 0);
     }
-    fm_predictor_free(asked);
-    fm_predictor_free(quiet);
+    fm_predictor_routing.destroy(asked);
+    fm_predictor_routing.destroy(quiet);
     free(trace);
 }

@@ -1,13 +1,12 @@
-/* predict.c: the routing-context predictor. What the token has used in the four groups before, and
+/* predict_routing.c: the routing-context predictor. What the token has used in the four groups before, and
  * what the group used for the last token, say what the group will use: a logistic model per expert
  * that learns from each token as it passes. */
-
-#include "predict.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "approx.h"
+#include "lookahead.h"
 
 enum {
     N_CONTEXTS = 5, /* the four groups before, and the group's own last token */
@@ -103,7 +102,22 @@ static bool new_group(struct fm_predictor *predictor, int32_t g, const int32_t *
     return true;
 }
 
-struct fm_predictor *fm_predictor_new(const struct fm_policy_setup *setup) {
+static void destroy(struct fm_predictor *predictor) {
+    if (predictor == NULL) {
+        return;
+    }
+    for (int32_t g = 0; g < predictor->n_groups; g++) {
+        struct group *group = &predictor->groups[g];
+        free(group->last);
+        free(group->rows);
+        free(group->matrix);
+        free(group->bias);
+    }
+    free(predictor->pass_of);
+    free(predictor);
+}
+
+static struct fm_predictor *create(const struct fm_policy_setup *setup) {
     const size_t n = (size_t)setup->n_groups;
     struct fm_predictor *predictor = calloc(1, sizeof *predictor + n * sizeof predictor->groups[0]);
     if (predictor == NULL) {
@@ -117,25 +131,10 @@ struct fm_predictor *fm_predictor_new(const struct fm_policy_setup *setup) {
         have_memory = new_group(predictor, g, setup->n_expert);
     }
     if (!have_memory) {
-        fm_predictor_free(predictor);
+        destroy(predictor);
         return NULL;
     }
     return predictor;
-}
-
-void fm_predictor_free(struct fm_predictor *predictor) {
-    if (predictor == NULL) {
-        return;
-    }
-    for (int32_t g = 0; g < predictor->n_groups; g++) {
-        struct group *group = &predictor->groups[g];
-        free(group->last);
-        free(group->rows);
-        free(group->matrix);
-        free(group->bias);
-    }
-    free(predictor->pass_of);
-    free(predictor);
 }
 
 /* The groups before g have passed the current token in this pass, or else it skips them. */
@@ -157,7 +156,7 @@ static void find_rows(struct fm_predictor *predictor, int32_t g) {
     }
 }
 
-static void predict(struct fm_predictor *predictor, int32_t g) {
+static void compute(struct fm_predictor *predictor, int32_t g) {
     struct group *group = &predictor->groups[g];
     const int32_t stride = group->stride;
     const float *restrict f = group->features;
@@ -180,9 +179,9 @@ static void predict(struct fm_predictor *predictor, int32_t g) {
     group->known_for = group->n_tokens;
 }
 
-void fm_predictor_next(struct fm_predictor *predictor, int32_t g, float *probability) {
+static void predict(struct fm_predictor *predictor, int32_t g, float *probability) {
     struct group *group = &predictor->groups[g];
-    predict(predictor, g);
+    compute(predictor, g);
     memcpy(probability, group->probability, (size_t)group->n_expert * sizeof *probability);
 }
 
@@ -222,12 +221,13 @@ static void learn(struct group *group, const int32_t *experts, int32_t n) {
     }
 }
 
-void fm_predictor_token(struct fm_predictor *predictor, int32_t g, const int32_t *experts, int32_t n) {
+static void observe(struct fm_predictor *predictor, int32_t g, const struct fm_observation *seen) {
     struct group *group = &predictor->groups[g];
     const int32_t stride = group->stride;
-    n = n < group->n_expert ? n : group->n_expert;
+    const int32_t *experts = seen->experts;
+    const int32_t n = seen->n < group->n_expert ? seen->n : group->n_expert;
     if (group->known_for != group->n_tokens) {
-        predict(predictor, g);
+        compute(predictor, g);
     }
     learn(group, experts, n);
     for (int32_t d = 0; d < 2; d++) {
@@ -249,3 +249,11 @@ void fm_predictor_token(struct fm_predictor *predictor, int32_t g, const int32_t
     predictor->last_group = g;
     predictor->pass_of[g] = predictor->n_passes;
 }
+
+const struct fm_predictor_type fm_predictor_routing = {
+    .name = "routing",
+    .create = create,
+    .destroy = destroy,
+    .observe = observe,
+    .predict = predict,
+};
