@@ -18,7 +18,7 @@ class Lookahead:
     adaptive: bool
 
 
-AUTO_LOOKAHEAD = Lookahead("router", 1, True)
+AUTO_LOOKAHEAD = Lookahead("routing", 1, True)
 
 
 def parse_lookahead(text: str | int) -> Lookahead | None:
