@@ -108,7 +108,10 @@ static void admit(struct operation *op, int32_t group, const struct fm_routing *
     const struct group *g = op->group;
     if (n_distinct <= fm_slots_open(g) || routing->n_tokens == 1) {
         for (int32_t e = 0; e < g->n_expert; e++) {
-            if (n_rows[e] > 0 && g->slot_of[e] < 0 && !insert(op, group, e, true)) {
+            if (n_rows[e] == 0 || g->slot_of[e] >= 0 || (routing->n_tokens == 1 && !fm_slots_deserves(op->stream, group, e))) {
+                continue;
+            }
+            if (!insert(op, group, e, true)) {
                 break;
             }
         }

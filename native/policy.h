@@ -35,6 +35,9 @@ struct fm_policy_type {
     /* An expert became resident, or stopped being so. */
     void (*on_insert)(struct fm_policy *policy, int32_t group, int32_t expert);
     void (*on_remove)(struct fm_policy *policy, int32_t group, int32_t expert);
+    /* victim can also name an expert that is not resident: one that is used now and not worth a slot. Pays
+     * only for a policy that looks further than to recent use. */
+    bool ranks_all;
     /* Names one expert e with may_leave[e] != 0, or -1 when there is none. */
     int32_t (*victim)(struct fm_policy *policy, int32_t group, const uint8_t *may_leave);
     /* The group has seen all experts of one token. */

@@ -468,6 +468,7 @@ const struct fm_policy_type fm_policy_learned = {
     .on_miss = used,
     .on_insert = fm_policy_no_use,
     .on_remove = fm_policy_no_use,
+    .ranks_all = true,
     .victim = victim,
     .end_token = end_token,
     .begin_sequence = begin_sequence,

@@ -73,9 +73,9 @@ void fm_slots_remove(struct fm_stream *stream, int32_t index, int32_t s) {
     stream->stats.resident_bytes -= group->slot_bytes;
 }
 
-static int32_t evict(struct fm_stream *stream, int32_t index) {
-    struct group *group = &stream->groups[index];
-    int32_t expert = -1;
+/* Marks who may leave; returns one that leaves whatever the policy thinks, or -1. */
+static int32_t mark_may_leave(struct group *group) {
+    int32_t stale = -1;
     memset(group->may_leave, 0, (size_t)group->n_expert);
     for (int32_t s = 0; s < group->n_slots; s++) {
         const struct slot *slot = &group->slots[s];
@@ -83,10 +83,25 @@ static int32_t evict(struct fm_stream *stream, int32_t index) {
             !is_loading(group, slot)) {
             group->may_leave[slot->expert] = 1;
             if (slot->stale) {
-                expert = slot->expert;
+                stale = slot->expert;
             }
         }
     }
+    return stale;
+}
+
+bool fm_slots_deserves(struct fm_stream *stream, int32_t index, int32_t expert) {
+    struct group *group = &stream->groups[index];
+    if (!stream->policy_type->ranks_all || empty_slot(group) >= 0 || mark_may_leave(group) >= 0) {
+        return true;
+    }
+    group->may_leave[expert] = 1;
+    return stream->policy_type->victim(stream->policy, index, group->may_leave) != expert;
+}
+
+static int32_t evict(struct fm_stream *stream, int32_t index) {
+    struct group *group = &stream->groups[index];
+    int32_t expert = mark_may_leave(group);
     if (expert < 0) {
         expert = stream->policy_type->victim(stream->policy, index, group->may_leave);
     }

@@ -193,6 +193,8 @@ void fm_fill_more(struct fm_stream *stream);
 void fm_slots_route(struct fm_stream *stream, int32_t group, const struct fm_routing *routing);
 /* A slot for an expert that is not resident, or -1: every slot is in use or loading. */
 int32_t fm_slots_insert(struct fm_stream *stream, int32_t group, int32_t expert, bool may_evict);
+/* Does the policy want a missing expert in a slot more than the one that would leave for it? */
+bool fm_slots_deserves(struct fm_stream *stream, int32_t group, int32_t expert);
 /* Takes the expert of a slot out, whoever it is. */
 void fm_slots_remove(struct fm_stream *stream, int32_t group, int32_t slot);
 /* Slots that can be used now. */
