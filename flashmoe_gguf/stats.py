@@ -20,7 +20,7 @@ class Stats:
     slept for experts, per thread. `policy_reason` says why "auto" picked this policy; `regret` is
     measured in the background, None before the first time. `policy_seconds` is time spent in a
     policy written in Python; `policy_failure` says why lru has taken its place, and is empty while
-    it works.
+    it works; between two moments it is what failed meanwhile.
     `given_back_bytes`: slots that the governor has closed. Sizes (`*_bytes` of memory, `n_slots`)
     are as of now.
     """
@@ -76,10 +76,17 @@ class Stats:
         """The same for decoding only, which is the figure that policies are compared by."""
         return self.decode_hits / self.decode_lookups if self.decode_lookups else 0.0
 
+    @property
+    def policy_ms_per_token(self) -> float:
+        """Milliseconds per token in a policy written in Python; 0 for others."""
+        return 1e3 * self.policy_seconds / max(self.tokens, 1)
+
     def __sub__(self, earlier: Stats) -> Stats:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in _COUNTERS:
             values[name] -= getattr(earlier, name)
+        if earlier.policy_failure:
+            values["policy_failure"] = ""  # it is no news
         return Stats(**values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 
 import scenarios
+from cli_tools import flashmoe, make_replay_model
 from flashmoe_gguf import Llama, OptionError, Stats
 from flashmoe_gguf._native import ForeignPolicy, simulate
+from flashmoe_gguf.bench.synthetic import replay_text
 from flashmoe_gguf.bench.synthetic_trace import synthetic_trace
-from flashmoe_gguf.policy import Policy
+from flashmoe_gguf.policy import Policy, find_class
 from flashmoe_gguf.streaming import choose_policy
 
 OPTIONS = scenarios.context_options(1, n_ctx=512)
@@ -121,8 +124,6 @@ def test_a_users_policy_decides(model: Path) -> None:
     ],
 )
 def test_lru_takes_over_from_one_that_fails(model: Path, name: str, why: str) -> None:
-    import re
-
     rows, _ = run(model, "lru")
     again, stats = run(model, f"mine:{name}")
     assert np.array_equal(rows, again)
@@ -203,6 +204,46 @@ def test_ctrl_c_in_a_policy_reaches_the_program(model: Path) -> None:
     stats = llm.stats()
     assert stats is not None and stats.policy == "mine:Interrupted"
     llm.close()
+
+
+def test_the_command_line_says_what_it_costs_and_that_it_failed(tmp_path: Path) -> None:
+    model = make_replay_model(tmp_path / "replay.gguf", 60)
+    options = ("run", model, "--n-slots", 3, "--ctx", 128, "-t", 1, "--temp", 0, "-n", 20)
+    arguments = (*map(str, options), "-p", replay_text(0, 2))
+    works = flashmoe(*arguments, "--policy", "mine:Highest")
+    assert works.exit_code == 0, works.output
+    assert re.search(r"; policy [\d.]+ ms per token\n$", works.stderr)
+    fails = flashmoe(*arguments, "--policy", "mine:Raises")
+    assert (fails.exit_code, fails.stdout) == (0, works.stdout)
+    last = fails.stderr.splitlines()[-1]
+    assert last == "the policy is lru, as mine:Raises failed: ValueError: enough"
+
+
+def test_a_failure_is_news_once(model: Path) -> None:
+    llm = Llama(str(model), n_slots=4, policy="mine:Raises", **OPTIONS)
+    before = llm.stats()
+    scenarios.follow(llm, range(5, 15), 5)
+    middle = llm.stats()
+    scenarios.follow(llm, [5], 5)
+    assert before is not None and middle is not None
+    assert (middle - before).policy_failure == "ValueError: enough"
+    assert (llm.stats() - middle).policy_failure == ""
+    assert (llm.stats() - middle).policy_seconds == 0  # it is not called any more
+    llm.close()
+
+
+def test_the_class_in_the_manual() -> None:
+    page = Path(__file__).parent.parent / "docs" / "POLICIES.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    Path("manual.py").write_text(code)
+    experts = synthetic_trace(200, 1, 16, 2, seed=1)
+    sizes = np.array([16], np.int32), np.array([4], np.int32)
+    policy = find_class("manual:Oldest").make(*(s.tolist() for s in sizes))
+    foreign = ForeignPolicy("oldest", policy, [16])
+    counts = simulate(foreign, experts, np.zeros(1, np.int64), *sizes, victims=True)
+    assert foreign.failure == ""
+    assert counts.evicted[0] == counts.lookups[0] - counts.hits[0] - 4
+    sys.modules.pop("manual", None)
 
 
 @pytest.mark.parametrize(

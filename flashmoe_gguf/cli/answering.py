@@ -67,7 +67,15 @@ def summary_line(summary: Summary) -> str:
         )
         parts.append(f"read {format_size(cache.bytes_read)}")
         parts.append(f"waited {100 * summary.wait_share:.0f} %")
+        if cache.policy_seconds:
+            parts.append(f"policy {cache.policy_ms_per_token:.2f} ms per token")
     return "; ".join(parts)
+
+
+def note_failed_policy(screen: Screen, summary: Summary) -> None:
+    """Says that a policy in Python failed during this answer."""
+    if summary.cache is not None and summary.cache.policy_failure:
+        screen.note(f"the policy is {summary.cache.policy}: {summary.cache.policy_failure}")
 
 
 def _tokens(what: str, tokens: int, rate: float) -> str:

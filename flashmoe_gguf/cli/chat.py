@@ -10,7 +10,7 @@ from io import TextIOWrapper
 import click
 
 from flashmoe_gguf.chat import ChatSession
-from flashmoe_gguf.cli.answering import show, summary_line
+from flashmoe_gguf.cli.answering import note_failed_policy, show, summary_line
 from flashmoe_gguf.cli.loading import Loaded, loaded, note_template, prepare_grammar
 from flashmoe_gguf.cli.options import Choice, LoadOptions, load_options, sampling_options
 from flashmoe_gguf.cli.screen import Screen, count
@@ -107,6 +107,7 @@ def _turn(text: str, screen: Screen, model: Loaded, session: ChatSession) -> boo
             "oldest turns are dropped with your next message, /clear starts afresh"
         )
     screen.line(summary_line(summary), "dim")
+    note_failed_policy(screen, summary)
     return interrupted
 
 

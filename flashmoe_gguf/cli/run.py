@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable
 import click
 
 from flashmoe_gguf.chat import ChatSession, Completion
-from flashmoe_gguf.cli.answering import show, summary_line
+from flashmoe_gguf.cli.answering import note_failed_policy, show, summary_line
 from flashmoe_gguf.cli.loading import Loaded, loaded, note_template, prepare_grammar
 from flashmoe_gguf.cli.options import (
     Choice,
@@ -87,6 +87,7 @@ def run(
         interrupted = show(screen, completion, pieces)
         summary = completion.summary()
         screen.line(summary_line(summary), "dim")
+        note_failed_policy(screen, summary)
         if summary.finish == "context":
             screen.note(f"the context of {model.engine.n_ctx} tokens is full; --ctx gives more")
     if interrupted:

@@ -68,8 +68,7 @@ def _python_policy(stats: Stats) -> Rows:
     """What a policy written in Python costs, and why it failed; nothing for others."""
     rows = []
     if stats.policy_seconds:
-        each = 1e3 * stats.policy_seconds / max(stats.tokens, 1)
-        rows.append(("", f"its Python code took {each:.2f} ms per token"))
+        rows.append(("", f"its Python code took {stats.policy_ms_per_token:.2f} ms per token"))
     if stats.policy_failure:
         rows.append(("", f"it failed, {stats.policy_failure}"))
     return rows
