@@ -71,6 +71,48 @@ TEST(every_allocation_of_a_new_stream_may_fail) {
     free(model.image);
 }
 
+static int32_t nobody(int32_t group, const uint8_t *may_leave) {
+    (void)group, (void)may_leave;
+    return -1;
+}
+
+TEST(every_allocation_of_a_simulation_may_fail) {
+    static const uint16_t experts[] = {0, 1, 2, 0};
+    static const int64_t begin = 0;
+    const char *policies[] = {"lru", "arc", "belady", "foreign"};
+    for (int i = 0; i < 4; i++) {
+        struct fm_foreign_policy foreign = {.victim = nobody};
+        const struct fm_simulation_setup setup = {
+            .experts = experts,
+            .n_tokens = 2,
+            .n_layers = 2,
+            .k = 1,
+            .sequences = &begin,
+            .n_sequences = 1,
+            .n_expert = (const int32_t[]){3, 3},
+            .n_slots = (const int32_t[]){1, 1},
+            .policy = policies[i],
+            .foreign = i == 3 ? &foreign : NULL,
+        };
+        int n_failed = 0;
+        for (fm_simulation *simulation = NULL; simulation == NULL; n_failed++) {
+            CHECK(n_failed < 20);
+            countdown = n_failed;
+            simulation = fm_simulation_new(&setup);
+            CHECK_EQUAL(simulation == NULL, countdown < 0);
+            countdown = -1;
+            if (simulation == NULL) {
+                CHECK_TEXT(fm_last_message(), "memory");
+            } else {
+                CHECK_EQUAL(fm_simulation_run(simulation, 2), 0);
+                fm_simulation_free(simulation);
+                break;
+            }
+        }
+        CHECK(n_failed >= 4);
+    }
+}
+
 static void expect_no_memory(const struct model *model) {
     struct fm_error error;
     CHECK_EQUAL(fm_stream_take_error(model->stream, &error), 1);

@@ -233,9 +233,56 @@ TEST(arc_keeps_a_scan_out) {
         resident[e] = 1;
         CHECK(fm_policy_arc.verify(policy, 0, resident));
     }
-    fm_policy_arc.resize(policy, 0, 4);
+    for (int e = 14; e <= 15; e++) { /* two slots are given back */
+        const int leaves = e == 14 ? 15 : 2;
+        fm_policy_arc.on_remove(policy, 0, leaves);
+        resident[leaves] = 0;
+    }
+    fm_policy_arc.resize(policy, 0, 2);
     CHECK(fm_policy_arc.verify(policy, 0, resident));
+    CHECK_EQUAL(fm_policy_arc.victim(policy, 0, resident), 0);
     fm_policy_arc.destroy(policy);
+}
+
+TEST(lecar_remembers_as_many_as_there_are_slots) {
+    const int32_t n_expert = 16;
+    const int32_t n_slots = 6;
+    const struct fm_policy_setup setup = {.n_groups = 1, .n_expert = &n_expert, .n_slots = &n_slots, .seed = 3};
+    struct fm_policy *policy = fm_policy_lecar.create(&setup);
+    uint8_t resident[16] = {0};
+    unsigned long long state = 1;
+    int n_resident = 0;
+    for (int t = 0; t < 500; t++) {
+        const int e = (int)(check_random(&state) % 16);
+        if (resident[e]) {
+            fm_policy_lecar.on_hit(policy, 0, e);
+            fm_policy_lecar.end_token(policy, 0);
+            continue;
+        }
+        fm_policy_lecar.on_miss(policy, 0, e);
+        fm_policy_lecar.end_token(policy, 0);
+        if (n_resident == 6) {
+            const int victim = fm_policy_lecar.victim(policy, 0, resident);
+            CHECK(victim >= 0 && resident[victim]);
+            fm_policy_lecar.on_remove(policy, 0, victim);
+            resident[victim] = 0;
+            n_resident--;
+        }
+        fm_policy_lecar.on_insert(policy, 0, e);
+        resident[e] = 1;
+        n_resident++;
+        CHECK(fm_policy_lecar.verify(policy, 0, resident));
+    }
+    for (int e = 0; e < 16 && n_resident > 1; e++) {
+        if (resident[e]) {
+            fm_policy_lecar.on_remove(policy, 0, e); /* without having been asked: in no history */
+            resident[e] = 0;
+            n_resident--;
+        }
+    }
+    fm_policy_lecar.resize(policy, 0, 1);
+    CHECK(fm_policy_lecar.verify(policy, 0, resident));
+    fm_policy_lecar.destroy(policy);
 }
 
 TEST(random_follows_its_seed) {
@@ -330,6 +377,22 @@ TEST(verify_sees_what_does_not_fit) {
     }
     CHECK(!fm_policy_dlfu.verify(dlfu, 0, (uint8_t[]){0, 0, 0}));
     fm_policy_dlfu.destroy(dlfu);
+}
+
+TEST(verify_knows_who_is_resident) {
+    const int32_t n_expert = 3;
+    const struct fm_policy_type *types[] = {&fm_policy_lru, &fm_policy_arc, &fm_policy_least_stale};
+    for (int i = 0; i < 3; i++) {
+        struct fm_policy *policy = create(types[i], 1, &n_expert);
+        insert(types[i], policy, 1);
+        CHECK(types[i]->verify(policy, 0, (uint8_t[]){0, 1, 0}));
+        CHECK(!types[i]->verify(policy, 0, (uint8_t[]){0, 0, 0}));
+        CHECK(!types[i]->verify(policy, 0, (uint8_t[]){1, 1, 0}));
+        types[i]->on_remove(policy, 0, 1);
+        CHECK(types[i]->verify(policy, 0, (uint8_t[]){0, 0, 0}));
+        CHECK(!types[i]->verify(policy, 0, (uint8_t[]){0, 1, 0}));
+        types[i]->destroy(policy);
+    }
 }
 
 TEST(a_use_in_every_token_for_ever_stays_within_bounds) {
