@@ -73,6 +73,22 @@ def test_a_half_of_the_sequences(trace: Path) -> None:
     assert heads == {f"{n} tokens of 1 sequence, 1 layer, top-1 of 4 experts" for n in (3, 4)}
 
 
+def test_prompts_count_only_when_asked_for(tmp_path: Path) -> None:
+    path, none = tmp_path / "phases.npz", tmp_path / "prompts.npz"
+    experts = np.array([0, 1, 2, 0, 0], np.uint16).reshape(5, 1, 1)
+    seq, one = np.array([0, 2, 5]), np.ones(1, np.int32)
+    phase = np.array([0, 0, 0, 1, 1], np.uint8)  # nothing was answered in the first sequence
+    write_trace(path, Trace(experts, seq, 4 * one, 0 * one, phase=phase))
+    write_trace(none, Trace(experts, seq, 4 * one, 0 * one, phase=0 * phase))
+    heads = [
+        flashmoe("simulate", *arguments, "--sizes", "2").stdout.splitlines()[0].split(" of ")[0]
+        for arguments in ((path,), (path, "--prompts"), (none,))
+    ]
+    assert heads == ["2 answer tokens", "5 tokens", "5 tokens"]
+    data = json.loads(flashmoe("simulate", path, "--sizes", "2", "--json").stdout)
+    assert [r["hit_rate"] for r in data["replays"]] == [0.5] * len(data["replays"])
+
+
 def test_a_python_policy(trace: Path) -> None:
     name = "flashmoe_gguf.policy.dlfu:Dlfu"
     result = flashmoe("simulate", trace, "--policy", name, "--policy", "dlfu", "--sizes", "2")

@@ -44,6 +44,12 @@ if TYPE_CHECKING:
     help="Experts of a layer.",
     show_default="as the trace says",
 )
+@click.option(
+    "--prompts",
+    is_flag=True,
+    help="Replay the tokens of prompts, too, one by one; else only those of answers, where the "
+    "trace says which are which.",
+)
 @click.option("--by-layer", is_flag=True, help="Hit rates of each layer, too.")
 @click.option(
     "--bypass",
@@ -72,6 +78,7 @@ def simulate(
     policies: tuple[str, ...],
     sizes: str,
     n_expert: int | None,
+    prompts: bool,
     by_layer: bool,
     bypass: bool,
     split: str | None,
@@ -101,6 +108,9 @@ def simulate(
     routed = read_trace(Path(trace), n_expert)
     if split is not None:
         routed = library.half(routed, split)
+    tokens = "token"
+    if not prompts and routed.phase is not None and routed.phase.any():
+        routed, tokens = routed.answers(), "answer token"
     if routed.n_tokens == 0:
         raise TraceError(f"{Path(trace).name} has no tokens", "record some with `flashmoe trace`")
     names = library.policies_to_run(policies, bypass)
@@ -132,7 +142,7 @@ def simulate(
     if as_json:
         click.echo(json.dumps(as_dict(routed, blocks, library.reference(bypass)), indent=2))
         return
-    click.echo(_trace_text(routed))
+    click.echo(_trace_text(routed, tokens))
     for block in blocks:
         click.echo()
         for line in _block_lines(block, library.reference(bypass), by_layer, routed):
@@ -153,11 +163,11 @@ def _expert_bytes(trace: Trace, given: str | None, model: str | None) -> Any:
     return expert_bytes_of(trace, read_geometry(model))
 
 
-def _trace_text(trace: Trace) -> str:
+def _trace_text(trace: Trace, what: str) -> str:
     sequences = count(len(trace.seq) - 1, "sequence")
     experts = sorted(set(trace.n_expert.tolist()))
     each = str(experts[0]) if len(experts) == 1 else f"{experts[0]} to {experts[-1]}"
-    tokens, layers = count(trace.n_tokens, "token"), count(trace.n_layers, "layer")
+    tokens, layers = count(trace.n_tokens, what), count(trace.n_layers, "layer")
     return f"{tokens} of {sequences}, {layers}, top-{trace.k} of {each} experts"
 
 
