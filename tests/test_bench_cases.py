@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flashmoe_gguf.bench import arm as arm_process
 from flashmoe_gguf.bench import machine
 from flashmoe_gguf.bench.arm import STOCK, STOCK_DEFAULT, STREAMED, Arm
 from flashmoe_gguf.bench.cases import (
@@ -26,7 +29,7 @@ from flashmoe_gguf.bench.compare import compare, read_rows
 from flashmoe_gguf.bench.gate import OutputDiffersError
 from flashmoe_gguf.bench.limit import V2
 from flashmoe_gguf.bench.plot import draw, need_matplotlib
-from flashmoe_gguf.bench.runner import Bench, Progress, write_rows
+from flashmoe_gguf.bench.runner import Bench, Progress, run_arm, write_rows
 from flashmoe_gguf.bench.summary import summarise
 from flashmoe_gguf.errors import FlashMoEError, OptionError
 from flashmoe_gguf.pack import pack_model
@@ -54,7 +57,7 @@ def test_settings_of_a_named_arm() -> None:
         ("", "'' is no setting of an arm"),
         ("lru", "'lru' is no setting of an arm"),
         ("policy=", "'policy=' is no setting"),
-        ("colour=red", "KEY one of policy, layout, io, slots, threads, lookahead"),
+        ("colour=red", "KEY one of policy, policy_file, layout, io, slots, threads, lookahead"),
         ("slots=-1", "slots=-1 in --arm is no whole number from 0 on"),
         ("threads=0", "no whole number from 1 on"),
         ("lookahead=maybe", "lookahead 'maybe'"),
@@ -164,6 +167,35 @@ def test_streamed_arms_are_tried_under_their_lowest_limit(
     assert tried == [("streamed", 0, 100), ("slots=1", 0, 100)]
     with pytest.raises(FlashMoEError, match="streamed was killed while it loaded: 50 B"):
         Bench(make_cases(BASE, [50]), 1, V2(tmp_path), {}).check()
+
+
+# Tells what an arm finds in its cache directory and its policy file, and adds to both.
+_LOOK = """
+import json, os, sys
+arm = json.load(sys.stdin)
+found = sorted(os.listdir(arm["cache"]))
+policy = arm["policy_file"] and open(arm["policy_file"]).read()
+for name in (arm["policy_file"], arm["cache"] + "/learned"):
+    if name: open(name, "a").write("more")
+print(json.dumps({"event": "result", "result": {"found": found, "policy": policy}}))
+"""
+
+
+def test_no_run_learns_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arm_process, "command", lambda: [sys.executable, "-S", "-c", _LOOK])
+    (tmp_path / "cgroup.subtree_control").write_text("memory")
+    (tmp_path / "weights").write_text("weights")
+
+    def run(arm: Arm) -> dict[str, Any] | None:
+        return run_arm(arm, None, V2(tmp_path), Progress())[0]
+
+    for _ in range(2):
+        assert run(BASE) == {"found": [], "policy": None}
+        (named,) = make_cases(BASE, [100], arms=[], named=[parse_arm("policy_file=weights")])
+        arm = replace(named.arm, policy_file=str(tmp_path / named.arm.policy_file))
+        assert run(arm) == {"found": ["policy"], "policy": "weights"}
+    with pytest.raises(OptionError, match="cannot read none"):
+        run(replace(BASE, policy_file="none"))
 
 
 def row(arm: str, tok_s: float | None, **more: Any) -> dict[str, Any]:

@@ -136,6 +136,9 @@ def test_the_real_thing(v1: V1, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert rows["layout=packed"]["fingerprint"] == few["fingerprint"]
     assert rows["in-ram"]["limit_bytes"] is None and rows["stock"]["io_mode"] == "mmap"
 
+    # what policies have learned in one run is not there for the next, nor for the user
+    assert [p.suffix for p in (tmp_path / "cache").rglob("*") if p.is_file()] == [".gguf"]
+
     same = flashmoe("bench", "compare", rows_file, rows_file)
     assert same.exit_code == 0 and "1.000" in same.stdout, same.output
     assert not picture.exists()
@@ -144,7 +147,10 @@ def test_the_real_thing(v1: V1, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_in_the_middle(number: int, v1: V1, tmp_path: Path) -> None:
     model = make_replay_model(tmp_path / "replay.gguf", 96)
-    arguments = ("bench", model, "--ram", "1G", *QUICK, "--arms", "streamed", "--gen", "20000")
+    routing = tmp_path / "routing.npz"
+    np.savez(routing, experts=np.zeros((8, 3, 1), np.uint16))
+    arguments = ("bench", model, "--ram", "1G", *QUICK, "--arms", "streamed", "--gen", "20000",
+                 "--trace", routing)  # fmt: skip
     with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as bench:
         assert bench.stderr is not None
         group = Path("/sys/fs/cgroup/memory") / f"flashmoe-bench-{bench.pid}"

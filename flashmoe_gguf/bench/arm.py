@@ -46,7 +46,10 @@ class Arm:
       cut to `n_prompt` tokens.
     - n_warmup tokens are decoded before the clock starts, then n_gen; at most `seconds` are spent
       on either, but one token of n_gen is always made. None: as long as it takes.
-    - ram, n_slots, policy, io, lookahead, trace: as the arguments of `Llama`; streamed only.
+    - ram, n_slots, policy, policy_file, io, lookahead, trace: as the arguments of `Llama`;
+      streamed only.
+    - cache: takes the place of the user's cache directory. An empty one: nothing that an earlier
+      run has learned, of this or any other routing, reaches this one.
     """
 
     name: str
@@ -64,9 +67,11 @@ class Arm:
     ram: int | None = None
     n_slots: int | None = None
     policy: str = "auto"
+    policy_file: str | None = None
     io: str = "auto"
     lookahead: str = "auto"
     trace: str | None = None
+    cache: str | None = None
 
 
 def command() -> list[str]:
@@ -102,6 +107,7 @@ def load(arm: Arm) -> Any:
             ram=arm.ram if arm.n_slots is None else None,
             n_slots=arm.n_slots,
             policy=arm.policy,
+            policy_file=arm.policy_file,
             io=arm.io,
             lookahead=arm.lookahead,
             trace=arm.trace,
@@ -305,6 +311,8 @@ def main() -> int:
 
     try:
         arm = Arm(**json.load(sys.stdin))
+        if arm.cache is not None:
+            os.environ["XDG_CACHE_HOME"] = arm.cache
         emit({"event": "result", "result": run(arm, emit) if arm.n_gen else try_out(arm)})
     except FlashMoEError as error:
         emit({"event": "error", "message": error.message, "hint": error.hint})

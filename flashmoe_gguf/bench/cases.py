@@ -98,6 +98,7 @@ def _lookahead(_key: str, text: str) -> str:
 # Key of --arm -> field of Arm, and how its value is read. `layout` chooses another file.
 _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "policy": ("policy", lambda _key, text: text),
+    "policy_file": ("policy_file", lambda _key, text: text),
     "layout": ("", _one_of("packed", "in-place")),
     "io": ("io", _one_of("auto", "direct", "buffered")),
     "slots": ("n_slots", _whole(0)),

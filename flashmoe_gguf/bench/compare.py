@@ -25,6 +25,7 @@ CONDITIONS = (
     "cold",
     "layout",
     "policy",
+    "policy_file",
     "io_mode",
     "slots",
     "lookahead",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from flashmoe_gguf.bench.cases import Case, limit_text
 from flashmoe_gguf.bench.cold import make_cold
 from flashmoe_gguf.bench.gate import Gate, Output, OutputDiffersError
 from flashmoe_gguf.bench.limit import Ended, Limiter
-from flashmoe_gguf.errors import FlashMoEError
+from flashmoe_gguf.errors import FlashMoEError, OptionError
 from flashmoe_gguf.store import read_geometry
 from flashmoe_gguf.trace import Trace, read_trace
 
@@ -181,6 +182,7 @@ class Bench:
             "io_mode": arm.io if streams else "mmap",
             "slots": arm.n_slots if streams else None,
             "lookahead": arm.lookahead if streams else None,
+            "policy_file": arm.policy_file if streams else None,
             "n_ctx": arm.n_ctx,
             "n_threads": arm.n_threads,
             "n_ubatch": arm.n_ubatch,
@@ -217,9 +219,11 @@ def run_arm(
         else:
             result.append(event["result"])
 
-    ended = limiter.run(
-        arm_process.command(), limit_bytes, arm_process.to_json(arm), _only_json(on_line), timeout
-    )
+    with tempfile.TemporaryDirectory(prefix="flashmoe-bench-") as cache:
+        request = arm_process.to_json(_from_cold(arm, Path(cache)))
+        ended = limiter.run(
+            arm_process.command(), limit_bytes, request, _only_json(on_line), timeout
+        )
     if errors:
         raise errors[0]
     if result and ended.returncode == 0:
@@ -230,6 +234,23 @@ def run_arm(
         f"the arm {arm.name} ended with code {ended.returncode}: {ended.last_words}",
         "no speed is reported",
     )
+
+
+def _from_cold(arm: Arm, cache: Path) -> Arm:
+    """The arm with an empty cache directory, and a copy of its policy file: policies keep what
+    they learn, and would know this very routing better in each round.
+    """
+    given = arm.policy_file
+    if given is None:
+        return replace(arm, cache=str(cache))
+    copy = cache / "policy"
+    try:
+        shutil.copyfile(given, copy)
+    except OSError as error:
+        raise OptionError(
+            f"cannot read {given}: {error.strerror or error}", "give a policy file"
+        ) from error
+    return replace(arm, cache=str(cache), policy_file=str(copy))
 
 
 def _how_it_failed(ended: Ended) -> str:

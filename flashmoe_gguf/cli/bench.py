@@ -97,7 +97,7 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
         write_rows(Path(options.jsonl), [])  # it is found out now whether it can be written
     limiter = find_limiter()
     gate = Gate()
-    with Screen() as screen:
+    with Screen() as screen, _ended_cleanly():
         model, routing = _model(options, screen)
         geometry = read_geometry(model)
         _check_model(geometry, arm_names)
@@ -128,8 +128,7 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
             with Activity(screen, "recording the routing", lambda: None):
                 measuring = replace(measuring, trace=measuring.record())
         try:
-            with _ended_cleanly():
-                rows = _measure(measuring, gate, screen, options.jsonl)
+            rows = _measure(measuring, gate, screen, options.jsonl)
         except OutputDiffersError as error:
             report(error)
             ctx.exit(UNEXPECTED)

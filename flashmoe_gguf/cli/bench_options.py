@@ -156,8 +156,8 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "named",
         multiple=True,
         metavar="KEY=VALUE,...",
-        help="One more streamed arm with other settings: policy=, io=, slots=, threads=, "
-        "lookahead=, layout=packed. Can be given several times.",
+        help="One more streamed arm with other settings: policy=, policy_file=, io=, slots=, "
+        "threads=, lookahead=, layout=packed. Can be given several times.",
     ),
     click.option(
         "--packed",
