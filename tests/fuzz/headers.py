@@ -10,7 +10,7 @@ from typing import Any
 
 from flashmoe_gguf.assertions import assertions_raised
 from flashmoe_gguf.libs import load_llama_cpp
-from flashmoe_gguf.llama import _log
+from flashmoe_gguf.llama_log import _log
 
 lc: Any = load_llama_cpp("patched")
 _LIB: Any = lc.llama_cpp._lib
