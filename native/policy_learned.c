@@ -138,7 +138,7 @@ static bool new_group(struct fm_policy *policy, int32_t g, const struct fm_polic
     for (int32_t i = 0; i <= LEARNED_HORIZON; i++) {
         struct learned_step *step = &group->steps[i];
         step->features = malloc((size_t)stride * LEARNED_FEATURES * sizeof *step->features);
-        step->rows = malloc((size_t)(n_rows + 1) * sizeof *step->rows);
+        step->rows = malloc((size_t)(n_rows + 2) * sizeof *step->rows);
         if (step->features == NULL || step->rows == NULL) {
             return false;
         }
@@ -156,7 +156,7 @@ static bool new_scratch(struct fm_policy *policy) {
     }
     policy->scratch = malloc((size_t)stride * 2 * sizeof *policy->scratch);
     policy->scratch_step.features = malloc((size_t)stride * LEARNED_FEATURES * sizeof *policy->scratch_step.features);
-    policy->scratch_step.rows = malloc((size_t)(n_rows + 1) * sizeof *policy->scratch_step.rows);
+    policy->scratch_step.rows = malloc((size_t)(n_rows + 2) * sizeof *policy->scratch_step.rows);
     return learned_statistics_new(&policy->ahead, stride) && policy->scratch != NULL &&
            policy->scratch_step.features != NULL && policy->scratch_step.rows != NULL;
 }
@@ -238,9 +238,13 @@ static void fill_step(const struct fm_policy *policy, int32_t g, int64_t token,
     for (int32_t j = 0; j < learned_contexts(group->model.n_expert); j++) {
         add_context(policy, g, j, token, step);
     }
-    const struct visit *visit = find_visit(policy, group, token);
-    if (visit != NULL) {
-        step->rows[step->n_rows++] = learned_set_row(&group->model, experts_of(policy, group, token), visit->n);
+    for (int32_t q = 0; q <= g; q += g > 0 ? g : 1) { /* the first group, and this one */
+        const struct group *source = &policy->groups[q];
+        const struct visit *visit = find_visit(policy, source, token);
+        if (visit != NULL) {
+            step->rows[step->n_rows++] =
+                learned_set_row(&group->model, q != g, experts_of(policy, source, token), visit->n);
+        }
     }
     learned_features(statistics, group->model.n_expert, group->model.stride, step->features);
 }

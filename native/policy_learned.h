@@ -1,8 +1,9 @@
 /* policy_learned.h: the arithmetic of the policy `learned`, for one group at a time.
  *
  * The score of expert e after a token is bias[e] + weight . features[e] + the sum over the rows that
- * count: one for each expert that the token has just used, here and in the groups before, and one
- * for the set of those it has used here. The lowest leaves.
+ * count: one for each expert that the token has just used, here and in the groups before, one for
+ * the set of those it has used here, and one for the set of those it has used in the first group,
+ * which mostly tells which token it is. The lowest leaves.
  * Arrays over experts are `stride` long, a multiple of LEARNED_LANES; what is beyond n_expert stays
  * finite and is never looked at. */
 #pragma once
@@ -32,11 +33,11 @@ struct learned_model {
     int32_t n_expert;
     int32_t stride;
     int32_t n_context; /* rows of experts: this group's, then those of the other contexts */
-    int32_t n_sets;    /* rows of sets, by hash: a power of two */
+    int32_t n_sets;    /* rows of sets here, by hash, then as many of sets in the first group: a power of two */
     float *bias;       /* [stride] */
     float weight[LEARNED_FEATURES];
-    float *rows;       /* [n_context + n_sets][stride] */
-    float *learned;    /* [n_context + n_sets] how often each row was learned from */
+    float *rows;       /* [n_context + 2 n_sets][stride] */
+    float *learned;    /* [n_context + 2 n_sets] how often each row was learned from */
 };
 
 /* What was known when a token had passed the group. */
@@ -62,8 +63,8 @@ void learned_features(const struct learned_statistics *statistics, int32_t n_exp
 
 bool learned_model_new(struct learned_model *model, int32_t n_expert, int32_t n_context);
 void learned_model_free(struct learned_model *model);
-/* The row of a set of experts, in whatever order. */
-int32_t learned_set_row(const struct learned_model *model, const int32_t *experts, int32_t n);
+/* The row of a set of experts, in whatever order: of this group's, or of the first group's. */
+int32_t learned_set_row(const struct learned_model *model, bool of_first, const int32_t *experts, int32_t n);
 /* As so many numbers: bias [n_expert], weight, rows [all][n_expert], learned [all]. */
 size_t learned_model_size(const struct learned_model *model);
 void learned_model_save(const struct learned_model *model, float *weights);

@@ -21,7 +21,7 @@ static const float new_row = 5.0f; /* a row that was learned from n times has (1
 static const float bias_rate = 0.001f;
 static const float weight_rate = 0.004f;
 static const float most_learned = 1e6f;
-enum { MAX_SETS = 4096, MAX_SET_NUMBERS = 131072 };
+enum { MAX_SETS = 4096, MAX_SET_NUMBERS = 65536 };
 
 /* What a first use d + 1 tokens later is worth; worth[LEARNED_HORIZON] is left for later than the
  * horizon. The more tokens' experts the cache holds, the more a late use is worth. */
@@ -104,7 +104,7 @@ void learned_features(const struct learned_statistics *statistics, int32_t n_exp
 }
 
 static size_t n_rows(const struct learned_model *model) {
-    return (size_t)model->n_context + (size_t)model->n_sets;
+    return (size_t)model->n_context + 2 * (size_t)model->n_sets;
 }
 
 bool learned_model_new(struct learned_model *model, int32_t n_expert, int32_t n_context) {
@@ -136,7 +136,7 @@ void learned_model_free(struct learned_model *model) {
     free(model->learned);
 }
 
-int32_t learned_set_row(const struct learned_model *model, const int32_t *experts, int32_t n) {
+int32_t learned_set_row(const struct learned_model *model, bool of_first, const int32_t *experts, int32_t n) {
     uint32_t sum = 0;
     for (int32_t i = 0; i < n; i++) {
         uint32_t x = ((uint32_t)experts[i] + 1u) * 0x9E3779B1u;
@@ -144,7 +144,8 @@ int32_t learned_set_row(const struct learned_model *model, const int32_t *expert
         sum += x ^ x >> 13;
     }
     sum = (sum ^ sum >> 16) * 0xC2B2AE3Du;
-    return model->n_context + (int32_t)((sum ^ sum >> 15) & (uint32_t)(model->n_sets - 1));
+    const int32_t first = model->n_context + (of_first ? model->n_sets : 0);
+    return first + (int32_t)((sum ^ sum >> 15) & (uint32_t)(model->n_sets - 1));
 }
 
 size_t learned_model_size(const struct learned_model *model) {

@@ -30,7 +30,7 @@ OWN_RATE, CONTEXT_RATE, SET_RATE, BIAS_RATE, WEIGHT_RATE = map(
 )
 NEW_ROW = f32(5)
 MOST_LEARNED = f32(1e6)
-MAX_SETS, MAX_SET_NUMBERS = 4096, 131072
+MAX_SETS, MAX_SET_NUMBERS = 4096, 65536
 
 _LOG = [0.013874484, -0.06559031, 0.14829414, -0.2345452, 0.33097526, -0.499859, 0.99999857]
 _EXP = [0.0018937538, 0.008949591, 0.055860337, 0.24014182, 0.69315451, 0.99999988]
@@ -119,7 +119,7 @@ class _Layer:
         self.n_sets = MAX_SETS
         while self.n_sets > 1 and self.n_sets * self.stride > MAX_SET_NUMBERS:
             self.n_sets //= 2
-        n_rows = self.n_context + self.n_sets
+        n_rows = self.n_context + 2 * self.n_sets
         self.ema = np.zeros((len(DECAYS), self.stride), np.float32)
         self.age = np.full(self.stride, OLDEST, np.float32)
         self.count = np.zeros(self.stride, np.float32)
@@ -133,6 +133,12 @@ class _Layer:
 
     def used_at(self, token: int) -> list[int]:
         return next((used for t, used in self.visits if t == token), [])
+
+    def has(self, token: int) -> bool:
+        return any(t == token for t, _ in self.visits)
+
+    def set_row(self, used: list[int]) -> int:
+        return set_hash(used) & (self.n_sets - 1)
 
     def add(self, used: list[int]) -> None:
         for ema, decay in zip(self.ema, DECAYS, strict=True):
@@ -229,7 +235,10 @@ class Learned(Policy):
             for source, back, first in self._contexts[layer]
             for e in self._layers[source].used_at(self._token - back)
         ]
-        rows.append(state.n_context + (set_hash(used) & (state.n_sets - 1)))
+        of_first = state.n_context + state.n_sets
+        if layer > 0 and self._layers[0].has(self._token):
+            rows.append(of_first + state.set_row(self._layers[0].used_at(self._token)))
+        rows.append(state.n_context + state.set_row(used))
         state.steps.append(_Step(state.features(), rows, used))
         state.scores = state.score(state.steps[-1])
         if len(state.steps) > HORIZON:

@@ -98,27 +98,37 @@ static bool uses(const struct trace *trace, int t, int g, int e) {
 struct reference {
     double b[N_GROUPS][MAX_EXPERT];
     double w[N_GROUPS][6];
-    double V[N_GROUPS][N_TOKENS][MAX_EXPERT]; /* of the set of experts that token t uses, by its first such token */
-    double n_V[N_GROUPS][N_TOKENS];
+    /* of the set of experts that token t uses here, or in the first group, by its first such token */
+    double V[2][N_GROUPS][N_TOKENS][MAX_EXPERT];
+    double n_V[2][N_GROUPS][N_TOKENS];
     double n_W[N_GROUPS][9][MAX_EXPERT]; /* how often it was learned from */
     double W[N_GROUPS][9][MAX_EXPERT][MAX_EXPERT]; /* group, context, used expert, scored expert */
     double z[N_TOKENS][N_GROUPS][MAX_EXPERT];
     int sequence_start[N_TOKENS]; /* first token of the request that t belongs to */
 };
 
-static int32_t set_row(const struct trace *trace, int t, int g) {
-    const struct learned_model model = {.n_context = 0, .n_sets = 4096};
-    return learned_set_row(&model, trace->experts[t][g], trace->n[t][g]);
+static int32_t set_row(const struct trace *trace, int t, int g, int n_sets) {
+    const struct learned_model model = {.n_context = 0, .n_sets = n_sets};
+    return learned_set_row(&model, false, trace->experts[t][g], trace->n[t][g]);
 }
 
 /* The first token that used the same set, or one that shares its row. */
-static int same_set(const struct trace *trace, int t, int g) {
-    const int32_t row = set_row(trace, t, g);
+static int same_set(const struct trace *trace, int t, int g, int n_sets) {
+    const int32_t row = set_row(trace, t, g, n_sets);
     int s = 0;
-    while (set_row(trace, s, g) != row) {
+    while (set_row(trace, s, g, n_sets) != row) {
         s++;
     }
     return s;
+}
+
+/* Rows of sets that a group with so many experts has room for. */
+static int n_sets(int g) {
+    int n = 4096;
+    while (n * ((n_expert[g] + 7) / 8 * 8) > 65536) {
+        n /= 2;
+    }
+    return n;
 }
 
 static void reference_features(const struct reference *r, const struct trace *trace, int t, int g, int e, double *phi) {
@@ -171,7 +181,8 @@ static double reference_score(const struct reference *r, const struct trace *tra
             z += r->W[g][q][trace->experts[token][from][i]][e];
         }
     }
-    return z + r->V[g][same_set(trace, t, g)][e];
+    z += r->V[0][g][same_set(trace, t, g, n_sets(g))][e];
+    return g == 0 ? z : z + r->V[1][g][same_set(trace, t, 0, n_sets(g))][e];
 }
 
 static double sigmoid(double x) {
@@ -213,10 +224,14 @@ static void reference_learn(struct reference *r, const struct trace *trace, int 
             }
         }
     }
-    const int set = same_set(trace, o, g);
-    const double rate = reference_rate(0.1, &r->n_V[g][set]);
+    for (int first = 0; first <= (g > 0); first++) {
+        const int set = same_set(trace, o, first ? 0 : g, n_sets(g));
+        const double rate = reference_rate(0.1, &r->n_V[first][g][set]);
+        for (int e = 0; e < n_expert[g]; e++) {
+            r->V[first][g][set][e] -= rate * gradient[e];
+        }
+    }
     for (int e = 0; e < n_expert[g]; e++) {
-        r->V[g][set][e] -= rate * gradient[e];
         r->b[g][e] -= 0.001 * gradient[e];
     }
     for (int f = 0; f < 6; f++) {
@@ -320,8 +335,9 @@ TEST(the_order_of_a_set_does_not_matter_but_its_members_do) {
     uint8_t taken[4096] = {0};
     for (int32_t a = 0; a < 32; a++) {
         for (int32_t b = 0; b < a; b++) {
-            const int32_t row = learned_set_row(&model, (int32_t[]){a, b}, 2);
-            CHECK_EQUAL(learned_set_row(&model, (int32_t[]){b, a}, 2), row);
+            const int32_t row = learned_set_row(&model, false, (int32_t[]){a, b}, 2);
+            CHECK_EQUAL(learned_set_row(&model, false, (int32_t[]){b, a}, 2), row);
+            CHECK_EQUAL(learned_set_row(&model, true, (int32_t[]){b, a}, 2), row + 4096);
             CHECK(row >= 100 && row < 100 + 4096);
             n_taken += !taken[row - 100];
             taken[row - 100] = 1;
