@@ -3,7 +3,7 @@
  *
  * This file keeps what each group has seen, by token and not by order of calls: in a prefill pass
  * the first group sees all tokens before the second sees any. Every token is learned from once, in
- * order, in each group. The first groups look at the last groups' use for the token before; within
+ * order, in each group, but for the first ones of a long batch. The first groups look at the last groups' use for the token before; within
  * a batch that is known only at its end, and they catch up then. */
 
 #include <stdlib.h>
@@ -12,7 +12,11 @@
 #include "policy.h"
 #include "policy_learned.h"
 
-enum { MIN_HISTORY = 16, MAX_HISTORY = 1 << 16 };
+enum {
+    MIN_HISTORY = 16,
+    MAX_HISTORY = 1 << 16,
+    MAX_LEARNED = 128, /* tokens of a batch: learning from all would be felt in a long prompt */
+};
 
 /* What one token has used in one group. */
 struct visit {
@@ -32,6 +36,7 @@ struct group {
     int64_t last;      /* token that has passed; -1: none */
     int64_t next;      /* token that passes next, when n_announced */
     int32_t n_announced;
+    int64_t learns_from; /* first token of this pass that is scored and learned from */
     int64_t processed; /* token up to which statistics and model are */
     int64_t sequence;  /* of that token */
 
@@ -278,10 +283,15 @@ static void add_visit(const struct fm_policy *policy, const struct group *group,
 static void process(struct fm_policy *policy, int32_t g, const struct visit *visit) {
     struct group *group = &policy->groups[g];
     add_visit(policy, group, visit, &group->statistics, &group->sequence);
+    group->processed = visit->token;
+    if (visit->token < group->learns_from) {
+        group->n_steps = 0;
+        return;
+    }
     struct learned_step *step = &group->steps[group->n_steps % (LEARNED_HORIZON + 1)];
     fill_step(policy, g, visit->token, &group->statistics, step);
     learned_score(&group->model, step, group->score);
-    group->score_of = group->processed = visit->token;
+    group->score_of = visit->token;
     group->n_steps++;
     if (group->n_steps > LEARNED_HORIZON) {
         if (!policy->frozen) {
@@ -337,6 +347,7 @@ static void begin_pass(struct fm_policy *policy, int32_t g, int32_t n_tokens) {
     /* the last layer may compute the last tokens only */
     policy->groups[g].next = policy->end - n_tokens;
     policy->groups[g].n_announced = n_tokens;
+    policy->groups[g].learns_from = policy->end - MAX_LEARNED;
     policy->last_group = g;
 }
 

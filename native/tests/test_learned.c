@@ -371,6 +371,46 @@ TEST(batches_leave_it_as_single_tokens_do) {
     free(trace);
 }
 
+/* Of a long batch only the end is learned from, but all of it counts. */
+TEST(a_long_batch_counts_as_a_whole) {
+    struct trace *trace = new_trace();
+    struct fm_policy *batched = create();
+    struct fm_policy *single = create();
+    struct fm_policy *last = create();
+    fm_policy_learned.freeze(batched, true);
+    fm_policy_learned.freeze(single, true);
+    for (int g = 0; g < N_GROUPS; g++) {
+        fm_policy_learned.begin_pass(batched, g, 200);
+        fm_policy_learned.begin_pass(last, g, 200);
+        for (int t = 0; t < 200; t++) {
+            pass(batched, trace, t, g);
+            pass(last, trace, t, g);
+        }
+        CHECK(fm_policy_learned.verify(batched, g, NULL));
+    }
+    feed(single, trace, 0, 200);
+    check_same_victims(batched, single);
+    fm_policy_learned.freeze(batched, false);
+    fm_policy_learned.freeze(single, false);
+    feed(batched, trace, 200, N_TOKENS);
+    feed(single, trace, 200, N_TOKENS);
+    check_same(batched, single);
+
+    /* 128 tokens, of which the last 4 are still waiting: each learns once from its set of experts */
+    size_t n;
+    float *weights = weights_of(last, &n);
+    double learned = 0;
+    for (int i = 1; i <= 2 * n_sets(N_GROUPS - 1); i++) { /* the counts of sets are the last numbers */
+        learned += weights[n - (size_t)i];
+    }
+    CHECK_EQUAL(learned, 2 * 124);
+    free(weights);
+    fm_policy_learned.destroy(batched);
+    fm_policy_learned.destroy(single);
+    fm_policy_learned.destroy(last);
+    free(trace);
+}
+
 TEST(a_last_group_that_sees_the_last_token_only_stays_in_step) {
     struct trace *trace = new_trace();
     struct fm_policy *batched = create();
