@@ -140,6 +140,7 @@ class LayerCounts:
 
     `refetched`: evictions whose expert was needed again within 5 tokens. `victims` [n_tokens,
     n_layers, k] uint16: who left, in order, 65535 where nobody did; None unless it was asked for.
+    `weights`: what the policy has learned; None when that was not asked for, or it learns nothing.
     """
 
     lookups: npt.NDArray[np.int64]
@@ -147,6 +148,7 @@ class LayerCounts:
     evicted: npt.NDArray[np.int64]
     refetched: npt.NDArray[np.int64]
     victims: npt.NDArray[np.uint16] | None = None
+    weights: npt.NDArray[np.float32] | None = None
 
 
 _TOKENS_AT_ONCE = 512  # between two calls of `progress`, and for Ctrl-C
@@ -163,6 +165,8 @@ def simulate(
     bypass: bool = False,
     count_from: int = 0,
     victims: bool = False,
+    weights: npt.NDArray[np.float32] | None = None,
+    learned: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> LayerCounts:
     """Replays recorded routing through a policy, one cache per layer, cold at the start.
@@ -172,9 +176,12 @@ def simulate(
     - sequences [n]: tokens at which sequences begin, ascending; one that is n_tokens is ignored.
     - n_expert, n_slots [n_layers].
     - count_from: counts leave out the tokens before this one.
+    - weights: what the policy has learned before, as many numbers as it wants.
+    - learned: return what it has learned in the end.
     - progress: gets the tokens done so far, now and then.
 
-    Raises OptionError for arrays that do not fit together or an unknown policy.
+    Raises OptionError for arrays that do not fit together, an unknown policy, or weights that it
+    cannot take.
     """
     ffi, lib = _library()
     if experts.ndim != 3 or n_expert.shape != n_slots.shape or len(n_slots) != experts.shape[1]:
@@ -201,6 +208,10 @@ def simulate(
     if simulation == ffi.NULL:
         raise OptionError(ffi.string(lib.fm_last_message()).decode("utf-8", "replace"))
     try:
+        if weights is not None:
+            numbers = ffi.from_buffer("float[]", np.ascontiguousarray(weights, np.float32))
+            if lib.fm_simulation_load(simulation, numbers, weights.size) != 0:
+                raise OptionError(ffi.string(lib.fm_last_message()).decode("utf-8", "replace"))
         before = np.zeros((n_layers, 4), np.int64)
         done = 0
         while done < n_tokens:
@@ -213,10 +224,15 @@ def simulate(
             if progress is not None:
                 progress(done)
         counted = _simulated(ffi, lib, simulation, n_layers) - before
+        n_saved = lib.fm_simulation_save(simulation, ffi.NULL, 0) if learned else 0
+        saved = np.empty(n_saved, np.float32)
+        if saved.size:
+            lib.fm_simulation_save(simulation, ffi.from_buffer("float[]", saved), saved.size)
     finally:
         lib.fm_simulation_free(simulation)
     lookups, hits, evicted, refetched = counted.T.copy()
-    return LayerCounts(lookups, hits, evicted, refetched, left if victims else None)
+    who, found = left if victims else None, saved if saved.size else None
+    return LayerCounts(lookups, hits, evicted, refetched, who, found)
 
 
 def _simulated(ffi: Any, lib: Any, simulation: Any, n_layers: int) -> npt.NDArray[np.int64]:

@@ -224,6 +224,10 @@ struct fm_layer_counts {
     uint64_t refetched; /* of these, needed again within 5 tokens */
 };
 fm_simulation *fm_simulation_new(const struct fm_simulation_setup *setup);
+/* What the policy has learned before, and has learned by now (returns how many numbers that are, and
+ * writes them when n is enough; 0: it learns nothing). */
+int32_t fm_simulation_load(fm_simulation *simulation, const float *weights, uint64_t n);
+uint64_t fm_simulation_save(fm_simulation *simulation, float *weights, uint64_t n);
 /* Replays so many more tokens; returns how many are left. */
 int64_t fm_simulation_run(fm_simulation *simulation, int64_t n_tokens);
 /* counts[n_layers] so far; FM_BAD_STATE when the policy's invariants are broken. */

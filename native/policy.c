@@ -17,6 +17,7 @@ static const struct fm_policy_type *const types[] = {
     &fm_policy_lfru,
     &fm_policy_least_stale,
     &fm_policy_random,
+    &fm_policy_flashmoe,
 };
 
 enum { N_TYPES = sizeof types / sizeof types[0] };

@@ -69,6 +69,7 @@ extern const struct fm_policy_type fm_policy_lecar;
 extern const struct fm_policy_type fm_policy_lfru;
 extern const struct fm_policy_type fm_policy_least_stale;
 extern const struct fm_policy_type fm_policy_random;
+extern const struct fm_policy_type fm_policy_flashmoe;
 
 /* Belady's needs to know the future, so only the simulator can make one. */
 struct fm_simulation_setup;

@@ -238,6 +238,18 @@ static void step(struct fm_simulation *simulation, int32_t l) {
     }
 }
 
+int32_t fm_simulation_load(fm_simulation *simulation, const float *weights, uint64_t n) {
+    if (simulation->type->load == NULL || !simulation->type->load(simulation->policy, weights, (size_t)n)) {
+        return fm_fail(FM_BAD_ARGUMENT, "policy %s cannot take these %llu weights", simulation->setup.policy,
+                       (unsigned long long)n);
+    }
+    return FM_OK;
+}
+
+uint64_t fm_simulation_save(fm_simulation *simulation, float *weights, uint64_t n) {
+    return simulation->type->save != NULL ? simulation->type->save(simulation->policy, weights, (size_t)n) : 0;
+}
+
 int64_t fm_simulation_run(fm_simulation *simulation, int64_t n_tokens) {
     const struct fm_simulation_setup *setup = &simulation->setup;
     for (int64_t n = 0; n < n_tokens && simulation->token < setup->n_tokens; n++) {

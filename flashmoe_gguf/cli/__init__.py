@@ -17,6 +17,7 @@ from flashmoe_gguf.cli import (
     run,
     simulate,
     trace,
+    train,
     unpack,
     verify,
 )
@@ -71,6 +72,7 @@ for _command in (
     bench.bench,
     trace.trace,
     simulate.simulate,
+    train.train,
     models.models,
     pull.pull,
     doctor.doctor,

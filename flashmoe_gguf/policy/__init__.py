@@ -7,6 +7,7 @@ from flashmoe_gguf.policy.base import MayLeave, Policy
 from flashmoe_gguf.policy.belady import NEVER, Belady, next_use
 from flashmoe_gguf.policy.dlfu import Dlfu
 from flashmoe_gguf.policy.find import PolicyClass, find_class
+from flashmoe_gguf.policy.flashmoe import Flashmoe
 from flashmoe_gguf.policy.learned import Learned
 from flashmoe_gguf.policy.least_stale import LeastStale
 from flashmoe_gguf.policy.lecar import Lecar
@@ -38,6 +39,7 @@ TWINS: dict[str, type[Policy]] = {
     "least-stale": LeastStale,
     "random": Random,
     "learned": Learned,
+    "flashmoe": Flashmoe,
 }
 
 # Those that need to know the future, which only the simulator has.
