@@ -28,7 +28,7 @@ from flashmoe_gguf.cache_dir import cache_dir
 from flashmoe_gguf.errors import TraceError
 
 # Of the features and the order of the numbers that each policy in C saves.
-SCHEMAS = {"learned": "4"}
+SCHEMAS = {"learned": "4", "flashmoe": "1"}
 
 Floats = npt.NDArray[np.float32]
 

@@ -16,7 +16,7 @@ from flashmoe_gguf.budget import GroupCost, ring_buffers
 from flashmoe_gguf.errors import ExpertReadError, FlashMoEError, ModelFileError, OptionError
 from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.lookahead import parse_lookahead
-from flashmoe_gguf.policy import SIMULATED, PolicyClass, find_class
+from flashmoe_gguf.policy import SIMULATED, TRAINED, PolicyClass, find_class
 from flashmoe_gguf.policy_weights import SCHEMAS, PolicyMemory, weights_path
 from flashmoe_gguf.regret import WINDOW_TOKENS, RegretGauge
 from flashmoe_gguf.settings import StreamSettings
@@ -208,6 +208,11 @@ class ExpertStream:
         weights = self._memory.load()
         if weights is not None:
             self.native.load_policy_weights(weights)
+        elif policy in TRAINED:
+            raise OptionError(
+                f"policy {policy} decides nothing before it is trained for this model",
+                "record a trace, then `flashmoe train TRACE -o FILE`, then --policy-file FILE",
+            )
         self.native.freeze_policy(not self._settings.learn)
 
     @property

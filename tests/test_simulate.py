@@ -204,7 +204,10 @@ def test_halves() -> None:
 
 
 def test_which_policies_run() -> None:
-    assert policies_to_run([], False) == [*policy_names(), "belady", "belady-bypass"]
+    plain = [name for name in policy_names() if name != "flashmoe"]
+    assert policies_to_run([], False) == [*plain, "belady", "belady-bypass"]
+    with pytest.raises(OptionError, match="flashmoe decides nothing before it is trained"):
+        policies_to_run(["flashmoe"], False)
     assert policies_to_run(["dlfu", "a.b:C", "dlfu"], False) == ["dlfu", "a.b:C", "lru", "belady"]
     assert policies_to_run(["belady", "lfu"], True) == ["lfu", "lru", "belady-bypass"]
     with pytest.raises(OptionError, match="no policy 'mru'"):

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 
+import scenarios
 from cli_tools import assert_error, flashmoe, lines_like
+from flashmoe_gguf import Llama
 from flashmoe_gguf._native import simulate
 from flashmoe_gguf.errors import OptionError, TraceError
 from flashmoe_gguf.policy.flashmoe import MAX_AGE, N_SHARES, Flashmoe
+from flashmoe_gguf.policy_weights import load_weights
 from flashmoe_gguf.trace import NO_EXPERT, Trace, write_trace
 from flashmoe_gguf.train.compare import compare, slots
-from flashmoe_gguf.train.file import PolicyFile, read_policy_file, write_policy_file
+from flashmoe_gguf.train.file import PolicyFile, write_policy_file
 from flashmoe_gguf.train.training import (
     Split,
     join,
@@ -26,7 +31,6 @@ from flashmoe_gguf.train.training import (
 )
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 SIZES = (0.25, 0.5)
 
@@ -257,44 +261,41 @@ FILE = PolicyFile(
 )
 
 
-def test_the_file_is_read_as_written(tmp_path: Path) -> None:
+def metadata_of(path: Path) -> dict[str, str]:
+    with safetensors.safe_open(path, framework="numpy") as file:
+        return dict(file.metadata())
+
+
+def test_the_file_is_one_that_runs_can_use(tmp_path: Path) -> None:
     path = tmp_path / "p.safetensors"
     write_policy_file(path, FILE)
-    read = read_policy_file(path)
-    assert np.array_equal(read.weights, FILE.weights)
-    assert np.array_equal(read.networks["w1"], FILE.networks["w1"])
-    assert replace(read, weights=FILE.weights, networks=FILE.networks) == FILE
+    assert np.array_equal(load_weights(path, policy="flashmoe", fingerprint="abc"), FILE.weights)
+    with safetensors.safe_open(path, framework="numpy") as file:
+        assert np.array_equal(file.get_tensor("w1"), FILE.networks["w1"])
+    assert metadata_of(path)["n_expert"] == "[16, 16]" and metadata_of(path)["note"] == "note"
     assert [p.name for p in tmp_path.iterdir()] == ["p.safetensors"]
-
-
-def test_files_that_are_none(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
-
-    path = tmp_path / "p.safetensors"
-    with pytest.raises(TraceError, match="cannot read"):
-        read_policy_file(path)
-    write_policy_file(path, FILE)
-    whole = path.read_bytes()
-    for size in range(0, len(whole), 13):
-        path.write_bytes(whole[:size])
-        with pytest.raises(TraceError):
-            read_policy_file(path)
-    good = {"format": "flashmoe-policy", "version": "1", "policy": "lru", "n_expert": "[4]"}
-    tensors = {"weights": np.zeros(3, np.float32)}
-    for metadata, words in (
-        ({}, "does not say that it is one"),
-        ({**good, "version": "2"}, "of version 2, known is 1"),
-        ({**good, "n_expert": "4"}, "missing or wrong"),
-        ({k: v for k, v in good.items() if k != "n_expert"}, "missing or wrong"),
-    ):
-        save_file(tensors, path, metadata)
-        with pytest.raises(TraceError, match=words):
-            read_policy_file(path)
-    save_file({"other": tensors["weights"]}, path, good)
-    with pytest.raises(TraceError, match="missing or wrong"):
-        read_policy_file(path)
     with pytest.raises(TraceError, match="cannot write"):
         write_policy_file(tmp_path / "none" / "p", FILE)
+
+
+def test_a_model_runs_with_it(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Trace, train, run: the same logits, and the policy is refused before it is trained."""
+    model, trace, out = str(tiny_model("qwen3moe")), tmp_path / "t.npz", tmp_path / "p"
+    options = {"n_slots": 4, **scenarios.context_options(1, n_ctx=512)}
+    with pytest.raises(OptionError, match="flashmoe decides nothing before it is trained"):
+        Llama(model, policy="flashmoe", **options)
+    llm = Llama(model, trace=trace, **options)
+    plain = scenarios.follow(llm, range(1, 20), 40)
+    llm.close()
+    assert flashmoe("train", trace, "-o", out, "--epochs", "1").exit_code == 0
+    llm = Llama(model, policy="flashmoe", policy_file=out, **options)
+    assert np.array_equal(scenarios.follow(llm, range(1, 20), 40), plain)
+    stats = llm.stats()
+    assert stats is not None and stats.policy == "flashmoe" and stats.evicted > 0
+    llm.close()
+    write_policy_file(out, replace(FILE, fingerprint=metadata_of(out)["fingerprint"]))
+    with pytest.raises(OptionError, match="flashmoe"):
+        Llama(model, policy="flashmoe", policy_file=out, **options)
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -319,15 +320,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert lines[4].split("  ")[0] == "policy"
     names = [line.split()[0] for line in lines[5:]]
     assert names[0] == "lru" and names[-2:] == ["flashmoe", "belady"] and "dlfu" in names
-    file = read_policy_file(out)
-    assert (file.policy, file.fingerprint, file.n_expert) == ("flashmoe", "abc", (16, 16))
-    assert file.weights.size == 2 * MAX_AGE * N_SHARES and set(file.networks) >= {"w1", "b3"}
+    weights = load_weights(out, policy="flashmoe", fingerprint="abc")
+    assert weights.size == 2 * MAX_AGE * N_SHARES
+    assert metadata_of(out)["note"] == lines[1].partition("  ")[2].strip()
 
     result = flashmoe("train", trace, "-o", out, "--policy", "learned")
     assert result.exit_code == 0, result.output
     assert "compared on  held-out sequences: 200 tokens" in result.stdout
     assert "\nlearned, trained " in result.stdout
-    assert read_policy_file(out).policy == "learned"
+    assert load_weights(out, policy="learned", fingerprint="abc").size > 0
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from flashmoe_gguf.policy.random import Random
 __all__ = [
     "NEVER",
     "SIMULATED",
+    "TRAINED",
     "TWINS",
     "Belady",
     "MayLeave",
@@ -44,3 +45,6 @@ TWINS: dict[str, type[Policy]] = {
 
 # Those that need to know the future, which only the simulator has.
 SIMULATED = ("belady", "belady-bypass")
+
+# Those that decide nothing of their own before `flashmoe train` has made a file for them.
+TRAINED = ("flashmoe",)

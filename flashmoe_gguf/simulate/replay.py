@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flashmoe_gguf._native import ForeignPolicy, LayerCounts, policy_names, simulate
 from flashmoe_gguf.errors import OptionError, TraceError
-from flashmoe_gguf.policy import SIMULATED, find_class
+from flashmoe_gguf.policy import SIMULATED, TRAINED, find_class
 from flashmoe_gguf.store import Geometry
 from flashmoe_gguf.trace import Trace
 
@@ -101,8 +101,13 @@ def policies_to_run(names: Sequence[str], bypass: bool) -> list[str]:
 
     Raises OptionError for an unknown name.
     """
-    known = [*policy_names(), *SIMULATED]
+    known = [*(name for name in policy_names() if name not in TRAINED), *SIMULATED]
     for name in names:
+        if name in TRAINED:
+            raise OptionError(
+                f"policy {name} decides nothing before it is trained",
+                "`flashmoe train` trains it on traces and compares it with the others",
+            )
         if ":" not in name and name not in known:
             raise OptionError(
                 f"there is no policy '{name}'",

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashmoe_gguf._native import policy_names, simulate
+from flashmoe_gguf.policy import TRAINED
 from flashmoe_gguf.trace import Trace
 
 BEST = "belady"
@@ -45,11 +46,11 @@ def compare(
     """All policies on a trace's answers, cold at the start, size by size.
 
     `weights`: what policies have learned, by name; a policy with weights comes last, after the
-    same policy without where that is one too (`learned`). `flashmoe` without weights is left out.
+    same policy without (`learned`), unless that decides nothing then.
     `progress` gets replays done and in all. Raises OptionError for weights that do not fit.
     """
     trace = trace.answers()
-    plain = [name for name in policy_names() if name != "flashmoe"]
+    plain = [name for name in policy_names() if name not in TRAINED]
     jobs: list[tuple[str, str, npt.NDArray[np.float32] | None]] = [(n, n, None) for n in plain]
     jobs += [
         (f"{name}, trained" if name in plain else name, name, weights[name]) for name in weights

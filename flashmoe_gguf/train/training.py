@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flashmoe_gguf._native import simulate
-from flashmoe_gguf.errors import TraceError
+from flashmoe_gguf.errors import OptionError, TraceError
 from flashmoe_gguf.policy.flashmoe import MAX_AGE
 from flashmoe_gguf.trace import Trace
 from flashmoe_gguf.train.compare import slots
-from flashmoe_gguf.train.file import need_train_extra
 from flashmoe_gguf.train.states import Cells, cells, distances, inputs, merge, residents, uses
 
 Floats = npt.NDArray[np.float32]
@@ -120,7 +119,9 @@ def train_flashmoe(
     try:
         from flashmoe_gguf.train import network
     except ImportError:
-        raise need_train_extra("torch") from None
+        raise OptionError(
+            "training needs torch, which is not installed", "pip install 'flashmoe-gguf[train]'"
+        ) from None
     report = progress or (lambda what, done: None)
     n_rounds = 1 + dagger
     both = (parts.training, parts.held_out)
