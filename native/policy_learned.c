@@ -30,6 +30,7 @@ struct group {
     int32_t n_current;    /* experts of the token that is passing */
     int32_t width;        /* room in current and in each visit */
     int32_t *current;     /* [width] */
+    int64_t n_history;
     struct visit *visits; /* [n_history], token t at t % n_history */
     int32_t *experts;     /* [n_history][width] */
 
@@ -52,7 +53,6 @@ struct group {
 struct fm_policy {
     int32_t n_groups;
     bool frozen;
-    int64_t n_history;
     int64_t sequence;
     int32_t last_group; /* that has begun a pass */
     int64_t base;       /* first token of this pass */
@@ -116,6 +116,7 @@ static bool new_history(struct group *group, int64_t n_history, int32_t width) {
     }
     group->visits = visits;
     group->experts = experts;
+    group->n_history = n_history;
     return true;
 }
 
@@ -137,7 +138,7 @@ static bool new_group(struct fm_policy *policy, int32_t g, const struct fm_polic
     group->current = malloc((size_t)group->width * sizeof *group->current);
     group->score = calloc((size_t)stride, sizeof *group->score);
     if (!learned_statistics_new(&group->statistics, stride) || group->current == NULL || group->score == NULL ||
-        !new_history(group, policy->n_history, group->width)) {
+        !new_history(group, MIN_HISTORY, group->width)) {
         return false;
     }
     for (int32_t i = 0; i <= LEARNED_HORIZON; i++) {
@@ -172,7 +173,6 @@ static struct fm_policy *create(const struct fm_policy_setup *setup) {
         return NULL;
     }
     policy->n_groups = setup->n_groups;
-    policy->n_history = MIN_HISTORY;
     policy->last_group = setup->n_groups;
     for (int32_t g = 0; g < setup->n_groups; g++) {
         if (!new_group(policy, g, setup)) {
@@ -188,17 +188,17 @@ static struct fm_policy *create(const struct fm_policy_setup *setup) {
 }
 
 /* The visit of a token, or NULL: it has not passed, or too long ago, or never passed this group. */
-static const struct visit *find_visit(const struct fm_policy *policy, const struct group *group, int64_t token) {
-    const struct visit *visit = &group->visits[token >= 0 ? token % policy->n_history : 0];
+static const struct visit *find_visit(const struct group *group, int64_t token) {
+    const struct visit *visit = &group->visits[token >= 0 ? token % group->n_history : 0];
     return token >= 0 && visit->token == token ? visit : NULL;
 }
 
-static const int32_t *experts_of(const struct fm_policy *policy, const struct group *group, int64_t token) {
-    return group->experts + (size_t)(token % policy->n_history) * (size_t)group->width;
+static const int32_t *experts_of(const struct group *group, int64_t token) {
+    return group->experts + (size_t)(token % group->n_history) * (size_t)group->width;
 }
 
 /* Room for other histories; without memory, things stay as they are. */
-static void move_history(struct fm_policy *policy, struct group *group, int64_t n_history, int32_t width) {
+static void move_history(struct group *group, int64_t n_history, int32_t width) {
     const struct group old = *group;
     int32_t *current = realloc(group->current, (size_t)width * sizeof *current);
     if (current == NULL) {
@@ -209,7 +209,7 @@ static void move_history(struct fm_policy *policy, struct group *group, int64_t 
         return;
     }
     group->width = width;
-    for (int64_t i = 0; i < policy->n_history; i++) {
+    for (int64_t i = 0; i < old.n_history; i++) {
         if (old.visits[i].token >= 0) {
             const int64_t to = old.visits[i].token % n_history;
             group->visits[to] = old.visits[i];
@@ -225,11 +225,11 @@ static void move_history(struct fm_policy *policy, struct group *group, int64_t 
 static void add_context(const struct fm_policy *policy, int32_t g, int32_t j, int64_t token, struct learned_step *step) {
     int64_t back;
     const struct group *source = &policy->groups[context_group(policy->n_groups, g, j, &back)];
-    const struct visit *visit = find_visit(policy, source, token - back);
+    const struct visit *visit = find_visit(source, token - back);
     if (visit == NULL) {
         return;
     }
-    const int32_t *experts = experts_of(policy, source, token - back);
+    const int32_t *experts = experts_of(source, token - back);
     for (int32_t i = 0; i < visit->n; i++) {
         step->rows[step->n_rows++] = policy->groups[g].first_row[j] + experts[i];
     }
@@ -245,10 +245,10 @@ static void fill_step(const struct fm_policy *policy, int32_t g, int64_t token,
     }
     for (int32_t q = 0; q <= g; q += g > 0 ? g : 1) { /* the first group, and this one */
         const struct group *source = &policy->groups[q];
-        const struct visit *visit = find_visit(policy, source, token);
+        const struct visit *visit = find_visit(source, token);
         if (visit != NULL) {
             step->rows[step->n_rows++] =
-                learned_set_row(&group->model, q != g, experts_of(policy, source, token), visit->n);
+                learned_set_row(&group->model, q != g, experts_of(source, token), visit->n);
         }
     }
     learned_features(statistics, group->model.n_expert, group->model.stride, step->features);
@@ -258,31 +258,31 @@ static void learn(struct fm_policy *policy, struct group *group) {
     struct learned_uses uses;
     for (int32_t d = 0; d <= LEARNED_HORIZON; d++) {
         const int64_t token = group->steps[(group->n_steps + d) % (LEARNED_HORIZON + 1)].token;
-        const struct visit *visit = find_visit(policy, group, token);
+        const struct visit *visit = find_visit(group, token);
         if (visit == NULL) {
             return;
         }
-        uses.experts[d] = experts_of(policy, group, token);
+        uses.experts[d] = experts_of(group, token);
         uses.n[d] = visit->n;
     }
     learned_learn(&group->model, &group->steps[group->n_steps % (LEARNED_HORIZON + 1)], &uses, (float)group->n_slots,
                   group->statistics.n_used, group->score, policy->scratch);
 }
 
-static void add_visit(const struct fm_policy *policy, const struct group *group, const struct visit *visit,
+static void add_visit(const struct group *group, const struct visit *visit,
                       struct learned_statistics *statistics, int64_t *sequence) {
     if (visit->sequence != *sequence) {
         *sequence = visit->sequence;
         statistics->n_tokens = 0.0f;
         memset(statistics->count, 0, (size_t)group->model.stride * sizeof *statistics->count);
     }
-    learned_statistics_add(statistics, group->model.stride, experts_of(policy, group, visit->token), visit->n);
+    learned_statistics_add(statistics, group->model.stride, experts_of(group, visit->token), visit->n);
 }
 
 /* Everything that the token could look at is known: takes it into statistics and model. */
 static void process(struct fm_policy *policy, int32_t g, const struct visit *visit) {
     struct group *group = &policy->groups[g];
-    add_visit(policy, group, visit, &group->statistics, &group->sequence);
+    add_visit(group, visit, &group->statistics, &group->sequence);
     group->processed = visit->token;
     if (visit->token < group->learns_from) {
         group->n_steps = 0;
@@ -308,7 +308,7 @@ static void process_known(struct fm_policy *policy, int32_t g) {
     const bool waits = g < LEARNED_CONTEXTS - 1 && !policy->complete;
     const int64_t end = waits && group->last > policy->base ? policy->base : group->last;
     for (int64_t token = group->processed + 1; token <= end; token++) {
-        const struct visit *visit = find_visit(policy, group, token);
+        const struct visit *visit = find_visit(group, token);
         if (visit != NULL) {
             process(policy, g, visit);
         }
@@ -321,18 +321,17 @@ static void process_first_groups(struct fm_policy *policy) {
     }
 }
 
-static void grow_history(struct fm_policy *policy, int32_t n_tokens) {
-    int64_t n = policy->n_history;
-    while (n < (int64_t)n_tokens + LEARNED_HORIZON + LEARNED_CONTEXTS && n < MAX_HISTORY) {
-        n *= 2;
-    }
-    if (n == policy->n_history) {
-        return;
-    }
+static void grow_histories(struct fm_policy *policy, int32_t n_tokens) {
     for (int32_t g = 0; g < policy->n_groups; g++) {
-        move_history(policy, &policy->groups[g], n, policy->groups[g].width);
+        struct group *group = &policy->groups[g];
+        int64_t n = group->n_history;
+        while (n < (int64_t)n_tokens + LEARNED_HORIZON + LEARNED_CONTEXTS && n < MAX_HISTORY) {
+            n *= 2;
+        }
+        if (n > group->n_history) {
+            move_history(group, n, group->width);
+        }
     }
-    policy->n_history = n;
 }
 
 static void begin_pass(struct fm_policy *policy, int32_t g, int32_t n_tokens) {
@@ -342,7 +341,7 @@ static void begin_pass(struct fm_policy *policy, int32_t g, int32_t n_tokens) {
         policy->complete = false;
         policy->base = policy->end;
         policy->end += n_tokens;
-        grow_history(policy, n_tokens);
+        grow_histories(policy, n_tokens);
     }
     /* the last layer may compute the last tokens only */
     policy->groups[g].next = policy->end - n_tokens;
@@ -354,7 +353,7 @@ static void begin_pass(struct fm_policy *policy, int32_t g, int32_t n_tokens) {
 static void used(struct fm_policy *policy, int32_t g, int32_t expert) {
     struct group *group = &policy->groups[g];
     if (group->n_current == group->width) {
-        move_history(policy, group, policy->n_history, 2 * group->width);
+        move_history(group, group->n_history, 2 * group->width);
     }
     if (group->n_current < group->width && group->n_current < group->model.n_expert) {
         group->current[group->n_current++] = expert;
@@ -367,7 +366,7 @@ static void end_token(struct fm_policy *policy, int32_t g) {
         begin_pass(policy, g, 1);
     }
     const int64_t token = group->next++;
-    const int64_t at = token % policy->n_history;
+    const int64_t at = token % group->n_history;
     group->n_announced--;
     group->visits[at] = (struct visit){.token = token, .sequence = policy->sequence, .n = group->n_current};
     memcpy(group->experts + (size_t)at * (size_t)group->width, group->current,
@@ -387,9 +386,9 @@ static void score_ahead(struct fm_policy *policy, int32_t g) {
     int64_t sequence = group->sequence;
     learned_statistics_copy(&policy->ahead, &group->statistics, group->model.stride);
     for (int64_t token = group->processed + 1; token <= group->last; token++) {
-        const struct visit *visit = find_visit(policy, group, token);
+        const struct visit *visit = find_visit(group, token);
         if (visit != NULL) {
-            add_visit(policy, group, visit, &policy->ahead, &sequence);
+            add_visit(group, visit, &policy->ahead, &sequence);
         }
     }
     fill_step(policy, g, group->last, &policy->ahead, &policy->scratch_step);

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "lookahead.h"
 #include "model.h"
 
 void *__real_malloc(size_t bytes);
@@ -79,8 +80,8 @@ static int32_t nobody(int32_t group, const uint8_t *may_leave) {
 TEST(every_allocation_of_a_simulation_may_fail) {
     static const uint16_t experts[] = {0, 1, 2, 0};
     static const int64_t begin = 0;
-    const char *policies[] = {"lru", "arc", "belady", "foreign"};
-    for (int i = 0; i < 4; i++) {
+    const char *policies[] = {"lru", "arc", "belady", "foreign", "learned"};
+    for (int i = 0; i < 5; i++) {
         struct fm_foreign_policy foreign = {.victim = nobody};
         const struct fm_simulation_setup setup = {
             .experts = experts,
@@ -96,7 +97,7 @@ TEST(every_allocation_of_a_simulation_may_fail) {
         };
         int n_failed = 0;
         for (fm_simulation *simulation = NULL; simulation == NULL; n_failed++) {
-            CHECK(n_failed < 20);
+            CHECK(n_failed < 60);
             countdown = n_failed;
             simulation = fm_simulation_new(&setup);
             CHECK_EQUAL(simulation == NULL, countdown < 0);
@@ -177,4 +178,56 @@ TEST(a_read_that_gets_no_memory_fails_its_load) {
             model_free(&model);
         }
     }
+}
+
+/* Experts beyond the room that there is for a token, in batches beyond that for their tokens. */
+static void use(struct fm_policy *policy, int n_failed) {
+    uint8_t all[40];
+    memset(all, 1, sizeof all);
+    countdown = n_failed;
+    for (int batch = 1; batch <= 3; batch++) {
+        for (int g = 0; g < 2; g++) {
+            fm_policy_learned.begin_pass(policy, g, 60 * batch);
+            for (int t = 0; t < 60 * batch; t++) {
+                for (int e = 0; e < 12 * batch; e++) {
+                    fm_policy_learned.on_miss(policy, g, (e + t) % 40);
+                }
+                fm_policy_learned.end_token(policy, g);
+            }
+            const int victim = fm_policy_learned.victim(policy, g, all);
+            CHECK(victim >= 0 && victim < 40);
+            CHECK(fm_policy_learned.verify(policy, g, all));
+        }
+    }
+}
+
+TEST(a_policy_that_gets_no_memory_remembers_less) {
+    const int32_t n_expert[] = {40, 40};
+    const struct fm_policy_setup setup = {.n_groups = 2, .n_expert = n_expert, .n_slots = n_expert};
+    bool failed = true;
+    for (int n_failed = 0; failed; n_failed++) {
+        CHECK(n_failed < 200);
+        struct fm_policy *policy = fm_policy_learned.create(&setup);
+        CHECK(policy != NULL);
+        use(policy, n_failed);
+        failed = countdown < 0;
+        countdown = -1;
+        fm_policy_learned.destroy(policy);
+    }
+}
+
+TEST(every_allocation_of_a_predictor_may_fail) {
+    const int32_t n_expert[] = {4, 4};
+    const struct fm_policy_setup setup = {.n_groups = 2, .n_expert = n_expert, .n_slots = n_expert};
+    int n_failed = 0;
+    for (struct fm_predictor *predictor = NULL; predictor == NULL; n_failed++) {
+        CHECK(n_failed < 40);
+        countdown = n_failed;
+        predictor = fm_predictor_routing.create(&setup);
+        countdown = -1;
+        if (predictor != NULL) {
+            fm_predictor_routing.destroy(predictor);
+        }
+    }
+    CHECK(n_failed > 8);
 }
