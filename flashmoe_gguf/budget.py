@@ -76,16 +76,18 @@ class Fixed:
     dense: int
     context: int
     ring: int
+    policy: int = 0
 
     @property
     def reserve(self) -> int:
         """What stays free for what is not counted one by one."""
-        counted = self.process + self.dense + self.context + self.ring
+        counted = self.process + self.dense + self.context + self.ring + self.policy
         return RESERVE_BYTES + int(RESERVE_SHARE * counted)
 
     @property
     def total(self) -> int:
-        return self.process + self.dense + self.context + self.ring + self.reserve
+        counted = self.process + self.dense + self.context + self.ring + self.policy
+        return counted + self.reserve
 
     def breakdown(self) -> str:
         """One line that names every piece."""
@@ -95,9 +97,11 @@ class Fixed:
                 ("dense weights", self.dense),
                 ("context and compute buffers", self.context),
                 ("read ring", self.ring),
+                ("eviction policy", self.policy),
                 ("the process", self.process),
                 ("reserve", self.reserve),
             )
+            if size or name != "eviction policy"
         )
 
 

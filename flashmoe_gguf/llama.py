@@ -198,7 +198,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         else:
             self._plan = fixed_slots_plan(fixed, costs, n_slots)
         top_k = used_experts(self.geometry, kwargs.get("kv_overrides"))
+        _, committed = process_memory()
         self._experts.start(self._plan.slots, self._plan.ram_bytes, top_k)
+        policy_bytes = process_memory()[1] - committed - self._experts.open_bytes()
+        if n_slots is None and policy_bytes > 0:  # what a policy takes is known once it is there
+            self._plan = make_plan(ram_bytes, replace(fixed, policy=policy_bytes), costs)
+            self._experts.shrink(self._plan.slots)
+        self._experts.begin()
         if n_slots is None:
             self._governor = Governor(
                 self._experts,

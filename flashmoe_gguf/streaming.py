@@ -157,24 +157,32 @@ class ExpertStream:
         return self.native.window(len(self.geometry.groups))
 
     def start(self, slots: tuple[int, ...], budget_bytes: int, top_k: int) -> None:
-        """Allocates the slots of a plan; groups that fit as a whole fill in the background.
+        """Allocates the slots of a plan, and what policy and lookahead need.
 
         top_k: experts that a token uses in a group at most.
         """
         self.native.start(slots, self._make_policy(slots))
-        self.native.fill()
         self._remember()
         if self._lookahead is not None:
             ahead = self._lookahead
             self.native.lookahead(ahead.predictor, ahead.width, adaptive=ahead.adaptive)
         self.native.start_window(top_k, WINDOW_TOKENS)
-        self._gauge = RegretGauge(self, self.n_expert)
         self._start_bytes = self.open_bytes()
         self._budget_bytes = budget_bytes
+
+    def begin(self) -> None:
+        """What goes on in the background: groups that fit as a whole fill, regret is measured."""
+        self.native.fill()
+        self._gauge = RegretGauge(self, self.n_expert)
 
     def open_bytes(self) -> int:
         """Slots that can be used now."""
         return self.native.counters()["slot_bytes"]
+
+    def shrink(self, slots: tuple[int, ...]) -> None:
+        """Begins with fewer slots than were allocated."""
+        self.resize(slots)
+        self._start_bytes = self.open_bytes()
 
     def resize(self, slots: tuple[int, ...]) -> None:
         """Uses so many slots per group from now on, no more than at the start."""
