@@ -155,8 +155,7 @@ def _states(trace: Trace, sizes: Sequence[float], weights: Floats | None) -> lis
     answering = np.ones(trace.n_tokens, np.bool_) if trace.phase is None else trace.phase != 0
     if not answering.any():
         answering[:] = True
-    found: list[list[Cells]] = [[] for _ in range(trace.n_layers)]
-    used = [uses(trace, layer) for layer in range(trace.n_layers)]
+    victims = []
     for size in sizes:
         counts = simulate(
             "belady" if weights is None else "flashmoe",
@@ -168,14 +167,20 @@ def _states(trace: Trace, sizes: Sequence[float], weights: Floats | None) -> lis
             victims=True,
         )
         assert counts.victims is not None
-        for layer, here in enumerate(found):
-            held = residents(used[layer], counts.victims[:, layer])
-            candidates = ~used[layer] & answering[:, None]
+        victims.append(counts.victims)
+    found: list[Cells] = []
+    for layer in range(trace.n_layers):
+        used = uses(trace, layer)
+        away = np.log(np.minimum(distances(used), MAX_AGE)).astype(np.float32)
+        parts = []
+        for left in victims:
+            held = residents(used, left[:, layer])
+            candidates = ~used & answering[:, None]
             if weights is not None:
                 candidates &= held
-            away = np.log(np.minimum(distances(used[layer]), MAX_AGE)).astype(np.float32)
-            here.append(cells(inputs(trace, used[layer], held), candidates, away))
-    return [merge(parts) for parts in found]
+            parts.append(cells(inputs(trace, used, held), candidates, away))
+        found.append(merge(parts))
+    return found
 
 
 def train_learned(
