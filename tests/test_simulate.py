@@ -108,6 +108,37 @@ def test_golden_counts(policy: str) -> None:
     assert tuple(int(r.counts.hits.sum()) for r in results) == GOLDEN[policy]
 
 
+# Hits with 16 and 24 of 32 slots, of 181,488 lookups: the embedded model's prompts and answers.
+EMBEDDED = {
+    "lru": (112975, 151799),
+    "lfu": (117152, 155212),
+    "dlfu": (115709, 153781),
+    "arc": (112985, 151774),
+    "lecar": (114940, 153993),
+    "lfru": (117189, 154753),
+    "least-stale": (113203, 149392),
+    "random": (112671, 149155),
+    "belady": (133557, 167082),
+    "belady-bypass": (146185, 169095),
+}
+
+
+@pytest.mark.parametrize("policy", EMBEDDED)
+def test_golden_trace_of_the_embedded_model(policy: str) -> None:
+    """`flashmoe trace` of the embedded model with the first 12 of its calibration prompts."""
+    trace = read_trace(Path(__file__).parent / "data" / "embedded.npz")
+    results = [replay(trace, policy, Size(str(n), number=n)) for n in (16, 24)]
+    assert [int(r.counts.lookups.sum()) for r in results] == [181488] * 2
+    assert tuple(int(r.counts.hits.sum()) for r in results) == EMBEDDED[policy]
+
+
+def test_learned_beats_the_others_on_the_embedded_model() -> None:
+    trace = read_trace(Path(__file__).parent / "data" / "embedded.npz")
+    for n, column in ((16, 0), (24, 1)):
+        hits = int(replay(trace, "learned", Size(str(n), number=n)).counts.hits.sum())
+        assert hits > 1.03 * EMBEDDED["dlfu"][column]
+
+
 @needs_traces
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_traces(name: str) -> None:
