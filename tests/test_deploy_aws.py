@@ -180,6 +180,20 @@ def test_outputs_are_described() -> None:
     assert all(body["description"] for body in outputs.values())
 
 
+def test_links_of_the_readme() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", (AWS / "README.md").read_text("utf-8")):
+        assert (AWS / target).exists(), target
+
+
+def test_the_readme_tells_the_sizes_and_the_example_sets_what_has_no_default() -> None:
+    text = (AWS / "README.md").read_text("utf-8")
+    for name, size in LOCALS["sizes"].items():
+        assert f"| `{name}` | {size['instance_type']}: " in text
+    example = plain(hcl2.loads((AWS / "terraform.tfvars.example").read_text("utf-8")))
+    needed = {name for name, body in VARIABLES.items() if "default" not in body}
+    assert needed <= set(example) <= set(VARIABLES)
+
+
 # What the first boot gets
 
 

@@ -12,7 +12,8 @@ command -v aws >/dev/null || snap install aws-cli --classic
 wheels=$(mktemp -d)
 aws s3 cp --recursive --no-progress --exclude '*' --include '*.whl' "$WHEELS/" "$wheels/"
 python3 -m venv /opt/flashmoe
-/opt/flashmoe/bin/pip install --no-cache-dir --find-links "$wheels" 'flashmoe-gguf[server,hub,aws]'
+ours=("$wheels"/flashmoe_gguf-*.whl)
+/opt/flashmoe/bin/pip install --no-cache-dir --find-links "$wheels" "${ours[0]}[server,hub,aws]"
 rm -r "$wheels"
 /opt/flashmoe/bin/flashmoe --version
 
