@@ -316,6 +316,18 @@ def test_without_a_region(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         Publisher("FlashMoE", lambda: None)
 
 
+@pytest.mark.parametrize("name", ["AWS_REGION", "AWS_DEFAULT_REGION"])
+def test_the_region_is_that_of_the_environment(
+    aws: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    monkeypatch.setenv(name, "eu-north-1")
+    llm = Loaded()
+    assert Publisher("FlashMoE", lambda: moment(llm, EARLY)).start().close(20)
+    assert boto3.client("cloudwatch", region_name="eu-north-1").list_metrics()["Metrics"]
+    assert not aws.list_metrics()["Metrics"]
+
+
 def test_the_module_alone_imports_no_boto3() -> None:
     code = "import sys, flashmoe_gguf.server.cloudwatch; sys.exit('boto3' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0

@@ -154,6 +154,7 @@ def test_the_dashboard_shows_all_figures() -> None:
 def test_the_server_gets_the_namespace_and_the_name() -> None:
     text = (AWS / "server.tf").read_text("utf-8")
     assert "--cloudwatch ${var.namespace}" in text
+    assert '"AWS_REGION=${var.region}\\nFLASHMOE_OPTIONS=' in text
     assert re.search(r"model_name\s+= var\.model_name", text)
 
 

@@ -31,7 +31,7 @@ locals {
         {
           path        = "/etc/flashmoe/flashmoe.conf"
           permissions = "0644"
-          content     = "FLASHMOE_OPTIONS=--config /etc/flashmoe/server.json --cloudwatch ${var.namespace}\n"
+          content     = "AWS_REGION=${var.region}\nFLASHMOE_OPTIONS=--config /etc/flashmoe/server.json --cloudwatch ${var.namespace}\n"
         },
         {
           path        = "/etc/systemd/system/flashmoe.service"

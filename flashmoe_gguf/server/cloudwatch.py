@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import re
 import threading
 import weakref
@@ -199,7 +200,9 @@ def _client() -> Any:
 
     config = Config(connect_timeout=5, read_timeout=5, retries={"max_attempts": 2})
     try:
-        return boto3.Session().client("cloudwatch", config=config)
+        # boto3 itself knows AWS_DEFAULT_REGION only
+        session = boto3.Session(region_name=os.environ.get("AWS_REGION") or None)
+        return session.client("cloudwatch", config=config)
     except (BotoCoreError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise OptionError(
