@@ -19,6 +19,13 @@ class MemoryLimit:
     source: str
 
 
+def default_threads() -> int:
+    """Physical cores that this process may run on, as llama.cpp's own tools choose."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    logical = allowed or os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or logical, logical))
+
+
 def process_memory() -> tuple[int, int]:
     """(resident bytes, committed private writable bytes) of this process.
 

@@ -15,6 +15,7 @@ from flashmoe_gguf.cli import (
     plan,
     pull,
     run,
+    serve,
     simulate,
     trace,
     train,
@@ -64,6 +65,7 @@ def main() -> None:
 for _command in (
     run.run,
     chat.chat,
+    serve.serve,
     plan.plan,
     inspect.inspect,
     pack.pack,

@@ -81,7 +81,7 @@ def loaded(
             )
         )
         if model.plan is not None:
-            _note_memory(screen, model.plan)
+            note_memory(screen, model.plan)
         yield model
     finally:
         recorded = llm.recorded_tokens if options.trace else 0
@@ -96,7 +96,7 @@ def note_template(screen: Screen, model: Loaded) -> None:
         screen.note("the model has no chat template, so it is chatted with in ChatML")
 
 
-def _note_memory(screen: Screen, plan: Plan) -> None:
+def note_memory(screen: Screen, plan: Plan) -> None:
     """Says so when more is planned than there is: a user may know better, so it is no error."""
     here = available_memory()
     if plan.total_bytes > here.limit_bytes:

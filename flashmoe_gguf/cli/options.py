@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
-import psutil
 
 from flashmoe_gguf.budget import parse_ram
 from flashmoe_gguf.chat import Sampling
 from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.cli.std_streams import need_stdin
 from flashmoe_gguf.errors import OptionError
+from flashmoe_gguf.host import default_threads as default_threads  # others take it from here
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,6 +23,12 @@ DEFAULT_BATCH = 512
 
 MAX_THREADS = 512  # ggml.h: GGML_MAX_N_THREADS; more ends the process
 
+_NO_STREAM = click.option(
+    "--no-stream",
+    is_flag=True,
+    help="Stock llama.cpp instead: its unchanged library with its default settings "
+    "(mmap), for comparison.",
+)
 _STREAM_ONLY = ("ram", "policy", "io", "verify", "n_slots", "trace")
 
 
@@ -70,13 +75,6 @@ class LoadOptions:
         return self.batch or max(DEFAULT_BATCH, self.ubatch)
 
 
-def default_threads() -> int:
-    """Physical cores that this process may run on, as llama.cpp's own tools choose."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    logical = allowed or os.cpu_count() or 1
-    return max(1, min(psutil.cpu_count(logical=False) or logical, logical))
-
-
 def load_options(command: F) -> F:
     """MODEL and everything that says how to load it; the command gets `load: LoadOptions`."""
     option = click.option(
@@ -88,11 +86,17 @@ def load_options(command: F) -> F:
     return load_options_without_trace(option(command), model_required=True)
 
 
-def load_options_without_trace(command: F, *, model_required: bool) -> F:
+def load_options_of_many(command: F) -> F:
+    """MODEL... and how to stream them: the command gets `models`, and a `load` without a model."""
+    return load_options_without_trace(command, model_required=False, many=True)
+
+
+def load_options_without_trace(command: F, *, model_required: bool, many: bool = False) -> F:
     """The same for a command that has its own option for it; no MODEL: `load.model` is empty."""
+    one = click.argument("model", type=FilePath(), required=model_required)
     for option in reversed(
         (
-            click.argument("model", type=FilePath(), required=model_required),
+            click.argument("models", nargs=-1, type=FilePath()) if many else one,
             click.option(
                 "--ram",
                 metavar="SIZE",
@@ -165,12 +169,7 @@ def load_options_without_trace(command: F, *, model_required: bool) -> F:
                 metavar="N",
                 help="Experts cached per layer, in place of --ram; 0: none.",
             ),
-            click.option(
-                "--no-stream",
-                is_flag=True,
-                help="Stock llama.cpp instead: its unchanged library with its default settings "
-                "(mmap), for comparison.",
-            ),
+            *([] if many else [_NO_STREAM]),
             click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log as well."),
         )
     ):
@@ -281,12 +280,12 @@ def _gather(command: F, name: str, make: Callable[[dict[str, Any]], Any]) -> F:
 
 
 def _make_load_options(options: dict[str, Any]) -> LoadOptions:
-    no_stream = options.pop("no_stream")
+    no_stream = options.pop("no_stream", False)
     names = ("ram", "policy", "io", "verify", "n_slots", "ctx", "threads", "batch")
     values = {name: options.pop(name) for name in (*names, "ubatch", "flash_attn", "verbose")}
     if parse_ram(values["ram"]) is None:
         values["ram"] = None  # "auto"
-    model, trace = options.pop("model") or "", options.pop("trace", None)
+    model, trace = options.pop("model", None) or "", options.pop("trace", None)
     load = LoadOptions(model, **values, trace=trace, stream=not no_stream)
     if no_stream:
         for name in _STREAM_ONLY:

@@ -1,0 +1,141 @@
+"""Request bodies: checked before anything is computed, and put into the words of llama_cpp.server
+where OpenAI's clients say the same thing in newer ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import flashmoe_gguf.llama  # noqa: F401  first: it chooses the libraries that llama_cpp loads
+
+# isort: split
+from llama_cpp.server.types import (
+    CreateChatCompletionRequest,
+    CreateCompletionRequest,
+    CreateEmbeddingRequest,
+    DetokenizeInputRequest,
+    TokenizeInputRequest,
+)
+from pydantic import BaseModel, ValidationError
+
+from flashmoe_gguf.server.failures import ApiError
+from flashmoe_gguf.server.settings import first_problem
+
+CHAT = "/v1/chat/completions"
+
+# Every path that computes, and what its body must be.
+SCHEMAS: dict[str, type[BaseModel]] = {
+    CHAT: CreateChatCompletionRequest,
+    "/v1/completions": CreateCompletionRequest,
+    "/v1/engines/copilot-codex/completions": CreateCompletionRequest,
+    "/v1/embeddings": CreateEmbeddingRequest,
+    "/extras/tokenize": TokenizeInputRequest,
+    "/extras/tokenize/count": TokenizeInputRequest,
+    "/extras/detokenize": DetokenizeInputRequest,
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A body that is in order. `model`: as the client named it."""
+
+    body: bytes
+    model: str | None
+    stream: bool
+    wants_usage: bool
+
+
+def read_request(path: str, raw: bytes) -> Request:
+    """Checks a body; raises ApiError with the field that is wrong."""
+    values = _parse(raw)
+    if path == CHAT:
+        _translate_chat(values)
+    try:
+        checked = SCHEMAS[path].model_validate(values)
+    except ValidationError as error:
+        problem = first_problem(error)
+        raise ApiError(400, problem, param=problem.split(":")[0].split(".")[0]) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    _check_values(values, checked)
+    options = values.get("stream_options")
+    return Request(
+        body=json.dumps(values).encode("utf-8", "surrogatepass"),
+        model=values.get("model"),
+        stream=bool(getattr(checked, "stream", False)),
+        wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
+    )
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        text = raw.decode("utf-8")
+        values = json.loads(text, parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not UTF-8") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    return values
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _translate_chat(values: dict[str, Any]) -> None:
+    """What OpenAI's clients send and llama_cpp.server calls otherwise."""
+    most = values.pop("max_completion_tokens", None)
+    if most is not None and values.get("max_tokens") is None:
+        values["max_tokens"] = most
+    form = values.get("response_format")
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        inner = form.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, dict) else None
+        if not isinstance(schema, dict):
+            raise ApiError(
+                400, "response_format.json_schema.schema is missing", param="response_format"
+            )
+        values["response_format"] = {"type": "json_object", "schema": schema}
+    messages = values.get("messages")
+    if isinstance(messages, list):
+        for message in messages:
+            if isinstance(message, dict) and message.get("role") == "developer":
+                message["role"] = "system"
+
+
+def _check_values(values: dict[str, Any], checked: BaseModel) -> None:
+    for name, value in checked.model_dump(exclude={"messages", "tools", "functions"}).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ApiError(400, f"{name}: {value} is no number", param=name)
+    for name in ("n", "best_of"):
+        if (getattr(checked, name, None) or 1) > 1:
+            raise ApiError(400, f"{name}: one answer per request", param=name)
+    prompt = getattr(checked, "prompt", "")
+    if isinstance(prompt, list):
+        if len(prompt) != 1:
+            raise ApiError(400, "prompt: one per request", param="prompt")
+        values["prompt"] = prompt[0]
+    if getattr(checked, "repeat_penalty", 1.0) <= 0:
+        raise ApiError(400, "repeat_penalty: give more than 0", param="repeat_penalty")
+    if isinstance(checked, CreateChatCompletionRequest) and not values.get("messages"):
+        raise ApiError(400, "messages: give at least one", param="messages")
+    if isinstance(checked, CreateChatCompletionRequest):
+        _check_tools(values)
+
+
+def _check_tools(values: dict[str, Any]) -> None:
+    """A forced tool must be there; its parameters become the grammar."""
+    choice, tools = values.get("tool_choice"), values.get("tools")
+    if not isinstance(choice, dict):
+        return
+    if not tools:
+        raise ApiError(400, "tool_choice: there are no tools", param="tool_choice")
+    for tool in tools:
+        tool["function"].setdefault("parameters", {"type": "object", "properties": {}})

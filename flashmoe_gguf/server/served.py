@@ -1,0 +1,223 @@
+"""`ServedLlama`: a `Llama` that works for requests: it can be cancelled in the middle of a prompt,
+counts what it does, and refuses what would crash llama.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from flashmoe_gguf.errors import OptionError
+from flashmoe_gguf.llama import Llama
+from flashmoe_gguf.server.failures import ApiError, Cancelled, api_error
+from flashmoe_gguf.server.meters import Meters
+from flashmoe_gguf.server.ticket import CURRENT, Ticket
+
+# isort: split
+import llama_cpp
+
+# Asking before every graph node costs a millisecond or two a token, so while decoding llama.cpp
+# asks only where a token takes longer than that matters.
+_SLOW_TOKEN_SECONDS = 0.5
+# Parsers of grammars recurse.
+_MAX_GRAMMAR_CHARACTERS = 64 << 10
+_MAX_GRAMMAR_DEPTH = 100
+
+
+class ServedLlama(Llama):
+    """See above. `alias`, `meters` and `ours` are set on a subclass by `models.py`, because
+    llama_cpp.server calls the constructor with its own arguments only.
+    """
+
+    alias = ""
+    meters = Meters()
+    ours: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
+
+    def __init__(self, model_path: str, **kwargs: Any) -> None:
+        kwargs.pop("mul_mat_q", None)  # llama.cpp has no such choice any more
+        if kwargs.pop("rpc_servers", None) is not None:
+            raise OptionError("rpc_servers is not supported", "leave it out")
+        self._slow = False
+        self._abort = llama_cpp.ggml_abort_callback(_asks_ticket)
+        super().__init__(model_path, **kwargs, **self.ours)
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """As Llama.eval; raises Cancelled when the request that it works for is."""
+        ticket = CURRENT.get()
+        if ticket is None:
+            super().eval(tokens)
+            return
+        is_prompt = ticket.first_token_seconds is None
+        started = time.monotonic()
+        with self._interruptible(ticket, is_prompt or self._slow):
+            super().eval(tokens)
+        seconds = time.monotonic() - started
+        if is_prompt:
+            self.meters.prefilled(ticket, len(tokens), seconds)
+        else:
+            self._slow = seconds > _SLOW_TOKEN_SECONDS
+
+    @contextmanager
+    def _interruptible(self, ticket: Ticket, inside: bool) -> Iterator[None]:
+        """Raises Cancelled before and, `inside` a decode, while it runs."""
+        ticket.check()
+        if inside:
+            _interrupting.ticket = ticket
+            llama_cpp.llama_set_abort_callback(self.ctx, self._abort, None)
+        try:
+            yield
+        except RuntimeError as error:  # llama_decode says 2
+            if self._is_recurrent or self._is_hybrid:
+                # such a state cannot go back to before the decode that ended early
+                self.reset()  # type: ignore[no-untyped-call,unused-ignore]
+            if ticket.is_cancelled:
+                raise Cancelled from error
+            raise
+        finally:
+            if inside and self.ctx is not None:
+                llama_cpp.llama_set_abort_callback(self.ctx, _NO_ABORT, None)
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        """As Llama.generate; raises OptionError for no tokens, where llama.cpp ends the process."""
+        if len(tokens) == 0:
+            raise OptionError("the prompt is empty", "give at least one token")
+        return super().generate(tokens, *args, **kwargs)
+
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """As Llama.sample, counted."""
+        token: int = super().sample(*args, **kwargs)
+        if (ticket := CURRENT.get()) is not None:
+            self.meters.token(ticket)
+        return token
+
+    def create_completion(self, *args: Any, **kwargs: Any) -> Any:
+        """As Llama.create_completion; every error is an ApiError, and the ticket knows of it."""
+        with _told():
+            if kwargs.get("grammar") is not None:
+                self._check_grammar(kwargs["grammar"])
+            if kwargs.get("logit_bias") is not None:
+                self._check_bias(kwargs["logit_bias"])
+            kwargs["model"] = kwargs.get("model") or self.alias
+            answer: Any = super().create_completion(*args, **kwargs)
+        return _told_while(answer) if kwargs.get("stream") else answer
+
+    def create_chat_completion(self, *args: Any, **kwargs: Any) -> Any:
+        """As Llama.create_chat_completion; every error is an ApiError."""
+        with _told():
+            return super().create_chat_completion(*args, **kwargs)
+
+    def create_embedding(self, input: str | list[str], model: str | None = None) -> Any:
+        """As Llama.create_embedding, also on a model that was loaded to make text.
+
+        One vector per text: where the model does not pool, the mean of its tokens' vectors. Raises
+        ApiError for a text that is empty or longer than a batch, which llama_cpp would cut.
+        """
+        with _told():
+            for text in [input] if isinstance(input, str) else input:
+                n_tokens = len(self.tokenize(text.encode("utf-8")))
+                if not 0 < n_tokens <= self.n_batch:
+                    raise ApiError(
+                        400,
+                        f"a text to embed takes {n_tokens} tokens; 1 to {self.n_batch} can be "
+                        "embedded at once",
+                        code="context_length_exceeded",
+                        param="input",
+                    )
+            with self._embedding():
+                answer = super().create_embedding(input, model or self.alias)
+        for row in answer["data"]:
+            if row["embedding"] and isinstance(row["embedding"][0], list):
+                row["embedding"] = np.mean(row["embedding"], axis=0).tolist()
+        return answer
+
+    @contextmanager
+    def _embedding(self) -> Iterator[None]:
+        ticket = CURRENT.get()
+        was = bool(self.context_params.embeddings)
+        llama_cpp.llama_set_embeddings(self.ctx, True)
+        self.context_params.embeddings = True
+        try:
+            if ticket is None:
+                yield
+            else:
+                with self._interruptible(ticket, True):
+                    yield
+        finally:
+            self.context_params.embeddings = was
+            if self.ctx is not None:
+                llama_cpp.llama_set_embeddings(self.ctx, was)
+                # the cached prompt is gone, also where an error came first
+                self._ctx.kv_cache_clear()  # type: ignore[no-untyped-call,unused-ignore]
+                self.reset()  # type: ignore[no-untyped-call,unused-ignore]
+
+    def _check_grammar(self, grammar: Any) -> None:
+        """Raises OptionError for a grammar that llama.cpp cannot parse: llama_cpp would go on with
+        a null pointer.
+        """
+        text = str(grammar._grammar)
+        depth = deepest = 0
+        for character in text:
+            depth += (character == "(") - (character == ")")
+            deepest = max(deepest, depth)
+        if len(text) > _MAX_GRAMMAR_CHARACTERS or deepest > _MAX_GRAMMAR_DEPTH:
+            raise OptionError(
+                f"the grammar has {len(text)} characters, nested {deepest} deep",
+                f"{_MAX_GRAMMAR_CHARACTERS} characters and {_MAX_GRAMMAR_DEPTH} levels at most",
+            )
+        sampler = llama_cpp.llama_sampler_init_grammar(
+            self._model.vocab, text.encode("utf-8"), b"root"
+        )
+        if not sampler:
+            raise OptionError(
+                "llama.cpp cannot parse the grammar", "it must be GBNF with a rule named root"
+            )
+        llama_cpp.llama_sampler_free(sampler)
+
+    def _check_bias(self, bias: dict[str, float]) -> None:
+        for key, value in bias.items():
+            known = key.isascii() and key.isdigit() and int(key) < self.n_vocab()
+            if not known or not math.isfinite(value):
+                raise OptionError(
+                    f"logit_bias: {key!r} with {value} is no bias of a token",
+                    f"token ids go from 0 to {self.n_vocab() - 1}",
+                )
+
+
+class _Interrupting:
+    """Whom the running decode works for; one decode runs at a time."""
+
+    ticket: Ticket | None = None
+
+
+_interrupting = _Interrupting()
+
+
+def _asks_ticket(_data: ctypes.c_void_p) -> bool:
+    ticket = _interrupting.ticket
+    return ticket is not None and ticket.is_cancelled
+
+
+_NO_ABORT = llama_cpp.ggml_abort_callback()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors become ApiErrors, and the ticket keeps the first."""
+    try:
+        yield
+    except Exception as error:
+        failure = api_error(error)
+        if (ticket := CURRENT.get()) is not None and ticket.failure is None:
+            ticket.failure = failure
+        raise failure from error
+
+
+def _told_while(chunks: Iterator[Any]) -> Generator[Any, None, None]:
+    with _told():
+        yield from chunks

@@ -1,0 +1,135 @@
+"""Settings: llama_cpp.server's, with ours added, from its config file or the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import flashmoe_gguf.llama  # noqa: F401  first: it chooses the libraries that llama_cpp loads
+
+# isort: split
+from llama_cpp.server.settings import ModelSettings, ServerSettings
+from pydantic import Field, ValidationError
+
+from flashmoe_gguf.errors import OptionError
+from flashmoe_gguf.host import default_threads
+from flashmoe_gguf.store import Geometry, read_geometry
+
+DEFAULT_CTX = 4096
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+class ServedModelSettings(ModelSettings):  # type: ignore[misc,unused-ignore]
+    """A model of the config file: llama_cpp.server's fields and those of `flashmoe_gguf.Llama`."""
+
+    ram: str | int | None = Field(default=None, description="Budget of the whole process.")
+    policy: str = Field(default="auto", description="Which expert leaves the cache.")
+    io: str = Field(default="auto", description="How experts are read.")
+    verify: str = Field(default="first", description="When packed experts are checked.")
+    n_slots: int | None = Field(default=None, description="Experts cached per layer.")
+    stream: bool = Field(default=True, description="False: load it as llama_cpp does.")
+
+    def ours(self) -> dict[str, Any]:
+        """Arguments of `flashmoe_gguf.Llama` that llama_cpp.server does not know."""
+        names = ("ram", "policy", "io", "verify", "n_slots", "stream")
+        return {name: getattr(self, name) for name in names}
+
+
+class ServedSettings(ServerSettings):  # type: ignore[misc,unused-ignore]
+    """llama_cpp.server's, but a new request waits for its turn unless it is told otherwise."""
+
+    host: str = "127.0.0.1"
+    interrupt_requests: bool = False
+
+
+class ConfigFile(ServedSettings):
+    """The config file: server settings and `models`."""
+
+    models: list[ServedModelSettings] = Field(default_factory=list)
+
+
+def read_config(path: str) -> ConfigFile:
+    """Reads JSON, or YAML by its name; raises OptionError naming the field that is wrong."""
+    name = Path(path).name
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        values = _parse_yaml(text) if name.endswith((".yaml", ".yml")) else json.loads(text)
+    except OSError as error:
+        raise OptionError(f"{path}: cannot read: {error.strerror}", "check the path") from None
+    except ValueError as error:
+        raise OptionError(f"{name}: {_one_line(error)}", "it must be JSON or .yaml") from None
+    if not isinstance(values, dict):
+        raise OptionError(f"{name}: it holds no settings", 'for example {"models": [...]}')
+    try:
+        return ConfigFile(**values)
+    except ValidationError as error:
+        raise OptionError(f"{name}: {first_problem(error)}", "see docs/SERVER.md") from None
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        raise OptionError("a YAML config needs the package PyYAML", "pip install pyyaml") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """ "models.0.n_ctx: input should be a valid integer"."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
+    text = problem["msg"][:1].lower() + problem["msg"][1:]
+    return f"{where}: {text}" if where else text
+
+
+def complete(
+    models: Sequence[ServedModelSettings],
+) -> tuple[list[ServedModelSettings], dict[str, Geometry]]:
+    """Fills in what was left open, and reads each header, by alias.
+
+    llama_cpp.server's defaults of logits_all and mlock would break every budget: they are off
+    unless asked for. Raises OptionError for names that are there twice, and what read_geometry
+    raises.
+    """
+    done: list[ServedModelSettings] = []
+    geometries: dict[str, Geometry] = {}
+    for model in models:
+        alias = model.model_alias or _SHARD.sub("", Path(model.model).name.removesuffix(".gguf"))
+        if alias in geometries or alias in (m.model_alias for m in done):
+            raise OptionError(f"two models are called {alias}", "give each a model_alias")
+        n_ctx = DEFAULT_CTX
+        if model.hf_model_repo_id is None:  # else it is fetched when it is loaded
+            geometries[alias] = geometry = read_geometry(model.model)
+            trained = geometry.header.get("context_length")
+            if isinstance(trained, int) and 0 < trained < n_ctx:
+                n_ctx = trained
+        n_ctx = model.n_ctx if "n_ctx" in model.model_fields_set else n_ctx
+        n_batch = min(model.n_batch, n_ctx) if n_ctx else model.n_batch
+        defaults: dict[str, Any] = {
+            "n_ctx": n_ctx,
+            "n_threads": default_threads(),
+            "n_threads_batch": default_threads(),
+            "use_mlock": False,
+            "logits_all": False,
+            "verbose": False,
+        }
+        update = {k: v for k, v in defaults.items() if k not in model.model_fields_set}
+        update |= {
+            "model_alias": alias,
+            "n_batch": n_batch,
+            "n_ubatch": min(model.n_ubatch, n_batch),
+        }
+        done.append(model.model_copy(update=update))
+    if not done:
+        raise OptionError("there is no model to serve", "name one, or give --config with `models`")
+    return done, geometries
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
