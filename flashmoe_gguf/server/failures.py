@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fastapi import HTTPException
+import fastapi
+from starlette.exceptions import HTTPException
 
 from flashmoe_gguf.errors import BudgetError, ExpertReadError, FlashMoEError, OptionError
 
@@ -14,8 +15,8 @@ _TOO_LONG = re.compile(r"Requested tokens \((\d+)\) exceed context window of (\d
 _CLIENT_ERRORS = (ValueError, TypeError, KeyError, IndexError, AssertionError, OverflowError)
 
 
-class ApiError(HTTPException):
-    """An answer that is an error. FastAPI hands it through; `body` is what the client gets."""
+class ApiError(fastapi.HTTPException):
+    """An answer that is an error. FastAPI passes it on; `body` is what the client gets."""
 
     def __init__(
         self,

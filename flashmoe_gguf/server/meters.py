@@ -53,9 +53,8 @@ class Meters:
     _errors: Counter[str] = field(default_factory=Counter)
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
 
-    def prefilled(self, ticket: Ticket, n_tokens: int, seconds: float) -> None:
+    def prefilled(self, n_tokens: int, seconds: float) -> None:
         """So many prompt tokens were computed."""
-        ticket.prompt_tokens += n_tokens
         with self._lock:
             self._prompt_tokens += n_tokens
             self._prefill_seconds += seconds

@@ -59,7 +59,7 @@ class ServedLlama(Llama):
             super().eval(tokens)
         seconds = time.monotonic() - started
         if is_prompt:
-            self.meters.prefilled(ticket, len(tokens), seconds)
+            self.meters.prefilled(len(tokens), seconds)
         else:
             self._slow = seconds > _SLOW_TOKEN_SECONDS
 
@@ -87,6 +87,8 @@ class ServedLlama(Llama):
         """As Llama.generate; raises OptionError for no tokens, where llama.cpp ends the process."""
         if len(tokens) == 0:
             raise OptionError("the prompt is empty", "give at least one token")
+        if (ticket := CURRENT.get()) is not None:
+            ticket.prompt_tokens = len(tokens)  # also those that are cached
         return super().generate(tokens, *args, **kwargs)
 
     def sample(self, *args: Any, **kwargs: Any) -> int:

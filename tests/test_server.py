@@ -1,0 +1,240 @@
+"""The API over a live server: what OpenAI's clients rely on, and how several share one model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import tiny_models
+from flashmoe_gguf import Llama
+from server_tools import CHAT, HELLO, Running, data_of, error_of, running, text_of, wait_for
+
+# llama_cpp.server never closes its end of the channel that events go through.
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "big": {"type": "boolean"}},
+    "required": ["city", "big"],
+}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def server(chat_model: Path) -> Iterator[Running]:
+    with running(chat_model, logits_all=True) as server:
+        yield server
+
+
+def content(answer: Any) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def test_chat_equals_the_library(server: Running, chat_model: Path) -> None:
+    with_library = Llama(
+        str(chat_model), n_slots=3, n_ctx=512, n_threads=1, n_threads_batch=1, verbose=False
+    )
+    answer = with_library.create_chat_completion(
+        HELLO, temperature=0, max_tokens=24, repeat_penalty=1.1
+    )
+    with_library.close()
+    assert content(server.chat(max_tokens=24)) == answer["choices"][0]["message"]["content"]
+
+
+def test_an_answer_has_openais_shape(server: Running) -> None:
+    answer = server.chat()
+    assert answer["object"] == "chat.completion" and answer["model"] == "chat"
+    assert answer["choices"][0]["finish_reason"] == "length"
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == 8
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 8
+
+
+def test_streaming_gives_the_same_text(server: Running) -> None:
+    whole = content(server.chat(max_tokens=24))
+    lines = server.events(CHAT, messages=HELLO, temperature=0, max_tokens=24)
+    assert text_of(lines) == whole
+
+
+def test_usage_at_the_end_of_a_stream(server: Running) -> None:
+    usage = server.chat()["usage"]
+    lines = server.events(
+        CHAT,
+        messages=HELLO,
+        temperature=0,
+        max_tokens=8,
+        stream_options={"include_usage": True},
+    )
+    last = data_of(lines)[-1]
+    assert last["choices"] == [] and last["usage"] == usage
+
+
+def test_completion(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt="Once", max_tokens=6, temperature=0).json()
+    assert answer["object"] == "text_completion" and len(answer["choices"][0]["text"]) == 6
+    lines = server.events("/v1/completions", prompt="Once", max_tokens=6, temperature=0)
+    text = "".join(chunk["choices"][0]["text"] for chunk in data_of(lines))
+    assert text == answer["choices"][0]["text"]
+
+
+def test_stop_ends_an_answer(server: Running) -> None:
+    whole = content(server.chat(max_tokens=12))
+    answer = server.chat(max_tokens=12, stop=whole[5:8])
+    assert content(answer) == whole[: whole.index(whole[5:8])]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_seed_repeats(server: Running) -> None:
+    texts = {
+        content(server.chat(temperature=1.5, seed=seed, max_tokens=16)) for seed in (5, 5, 6, 6)
+    }
+    assert len(texts) == 2
+
+
+def test_log_probabilities(server: Running) -> None:
+    answer = server.chat(max_tokens=4, logprobs=True, top_logprobs=3, repeat_penalty=1.0)
+    rows = answer["choices"][0]["logprobs"]["content"]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["logprob"] == max(top["logprob"] for top in row["top_logprobs"]) <= 0
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+        {"type": "json_object", "schema": SCHEMA},
+    ],
+)
+def test_json_schema(server: Running, response_format: dict[str, Any]) -> None:
+    value = json.loads(content(server.chat(response_format=response_format, max_tokens=80)))
+    assert isinstance(value["city"], str) and isinstance(value["big"], bool)
+
+
+def test_grammar(server: Running) -> None:
+    answer = server.chat(grammar='root ::= "yes" | "no"', max_tokens=8)
+    assert content(answer) in ("yes", "no")
+
+
+def test_a_tool_that_must_be_called(server: Running) -> None:
+    choice = {"type": "function", "function": {"name": "look_up"}}
+    answer = server.chat(tools=[TOOL], tool_choice=choice, max_tokens=80)
+    call = answer["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert call["name"] == "look_up"
+    assert isinstance(json.loads(call["arguments"])["big"], bool)
+    lines = server.events(
+        CHAT, messages=HELLO, tools=[TOOL], tool_choice=choice, temperature=0, max_tokens=80
+    )
+    calls = [chunk["choices"][0]["delta"].get("tool_calls") for chunk in data_of(lines)]
+    pieces = [call[0]["function"].get("arguments") or "" for call in calls if call]
+    assert json.loads("".join(pieces)) == json.loads(call["arguments"])
+
+
+def test_newer_names_for_old_things(server: Running) -> None:
+    answer = server.chat(
+        max_tokens=None,
+        max_completion_tokens=5,
+        messages=[{"role": "developer", "content": "Be brief"}, *HELLO],
+    )
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+def test_embeddings(server: Running) -> None:
+    before = content(server.chat(max_tokens=16))
+    answer = server.post("/v1/embeddings", input=["one text", "another"]).json()
+    assert [row["index"] for row in answer["data"]] == [0, 1]
+    first, second = (row["embedding"] for row in answer["data"])
+    assert len(first) == len(second) == 128 and first != second
+    alone = server.post("/v1/embeddings", input="one text").json()
+    assert alone["data"][0]["embedding"] == pytest.approx(first, abs=1e-4)
+    assert content(server.chat(max_tokens=16)) == before
+
+
+def test_tokenize(server: Running) -> None:
+    tokens = server.post("/extras/tokenize", input="abc").json()["tokens"]
+    assert len(tokens) == server.post("/extras/tokenize/count", input="abc").json()["count"] == 3
+    assert server.post("/extras/detokenize", tokens=tokens).json()["text"] == "abc"
+
+
+def test_models_are_listed(server: Running) -> None:
+    listed = server.client.get("/v1/models").json()
+    assert [row["id"] for row in listed["data"]] == ["chat"]
+    assert server.client.get("/v1/models/chat").json()["id"] == "chat"
+    error_of(server.client.get("/v1/models/other"), 404)
+
+
+def test_a_request_may_come_without_a_content_type(server: Running) -> None:
+    body = json.dumps({"messages": HELLO, "max_tokens": 1}).encode()
+    assert server.client.post(CHAT, content=body).status_code == 200
+
+
+def test_many_clients_at_once_get_what_they_get_alone(server: Running) -> None:
+    questions = [[{"role": "user", "content": f"Question {i}"}] for i in range(6)]
+    alone = [content(server.chat(messages=q, max_tokens=12)) for q in questions]
+    answers: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        body = {"messages": questions[i], "temperature": 0, "max_tokens": 12}
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            answers[i] = content(client.post(CHAT, json=body).json())
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answers[i] for i in range(6)] == alone
+
+
+def test_first_come_first_served(server: Running) -> None:
+    """While reads are held one request computes; the others are answered in their order."""
+    server.set_fault(hold=True, count=1)
+    server.llm.reset()
+    order: list[int] = []
+
+    def ask(i: int) -> None:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            body = {"messages": [{"role": "user", "content": f"{i} " * 40}], "max_tokens": 1}
+            client.post(CHAT, json=body).raise_for_status()
+            order.append(i)
+
+    threads = []
+    for i in range(4):
+        threads.append(threading.Thread(target=ask, args=(i,)))
+        threads[-1].start()
+        wait_for(lambda n=i: server.served.gate.waiting == n)  # type: ignore[misc]
+    server.llm._experts.native.release_held()
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3]
+
+
+def test_models_switch_when_they_are_asked_for(chat_model: Path, tmp_path: Path) -> None:
+    other = tiny_models.make_chat(tmp_path / "other.gguf", seed=2)
+    with running(chat_model, other) as server:
+        first = content(server.chat())
+        assert server.stats()["model"] == "chat"
+        second = server.chat(model="other")
+        assert second["model"] == "other" and content(second) != first
+        assert server.stats()["model"] == "other"
+        assert content(server.chat()) == first  # the first is the default
+        assert content(server.chat(model=str(chat_model))) == first  # llama_cpp.server's own name
+        listed = server.client.get("/v1/models").json()["data"]
+        assert [row["id"] for row in listed] == ["chat", "other"]
+
+
+def test_a_model_that_cannot_be_loaded_any_more(chat_model: Path, tmp_path: Path) -> None:
+    other = tiny_models.make_chat(tmp_path / "other.gguf", seed=2)
+    with running(chat_model, other) as server:
+        other.unlink()
+        assert error_of(server.post(CHAT, model="other", messages=HELLO), 500)
+        health = server.client.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "error"
+        server.chat()
+        assert server.client.get("/health").json()["status"] == "ready"
