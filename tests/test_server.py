@@ -15,9 +15,6 @@ import tiny_models
 from flashmoe_gguf import Llama
 from server_tools import CHAT, HELLO, Running, data_of, error_of, running, text_of, wait_for
 
-# llama_cpp.server never closes its end of the channel that events go through.
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 6}, "big": {"type": "boolean"}},

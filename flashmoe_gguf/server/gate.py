@@ -133,6 +133,7 @@ class Gate:
                     raise ticket.failure
                 await anyio.to_thread.run_sync(self._models.load, ticket.model)
                 await self._app(_as_json(scope), _replay(request.body, left), reply)
+            await reply.finish()
             if not reply.ended:
                 raise ApiError(500, "the answer ended early")
         except Exception as error:

@@ -113,6 +113,13 @@ class Models(LlamaProxy):  # type: ignore[misc,unused-ignore]
         """Ends a load that is going on, from any thread."""
         self._stopped = True
 
+    def free(self) -> None:
+        """Closes the model in memory."""
+        llm, self._current_model = self._current_model, None
+        self.state = "empty"
+        if llm is not None:
+            llm.close()
+
     def _build(self, alias: str) -> ServedLlama:
         settings = self._served[alias]
         if settings.lora_path is not None and settings.stream:

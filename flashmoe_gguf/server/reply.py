@@ -24,6 +24,7 @@ class Reply:
         self._send = send
         self._lock = asyncio.Lock()
         self._start: Message | None = None
+        self._last: Message | None = None
         self._began = False
         self._ended = False
         self._is_events = False
@@ -49,8 +50,19 @@ class Reply:
                 return
             if message["type"] == "http.response.start":
                 self._start = message
-                return
-            await self._body(message)
+            elif message.get("more_body", False):
+                await self._body(message)
+            else:
+                self._last = message
+
+    async def finish(self) -> None:
+        """Sends the end of the answer, once the application has returned and cannot fail any more.
+
+        llama_cpp.server ends a stream before it raises what went wrong in it.
+        """
+        async with self._lock:
+            if not self._ended and self._last is not None:
+                await self._body(self._last)
 
     async def _body(self, message: Message) -> None:
         last = not message.get("more_body", False)

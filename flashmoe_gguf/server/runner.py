@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
         finally:
             self._served.models.stop()
             self._loader.join()
-            self._served.models.free()  # type: ignore[no-untyped-call,unused-ignore]
+            self._served.models.free()
             for timer in self._timers:
                 timer.cancel()
         if self._failed is not None:

@@ -1,0 +1,189 @@
+"""Requests that are wrong get OpenAI-shaped errors, and the next request works; limits."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from flashmoe_gguf.server.gate import Limits
+from server_tools import CHAT, HELLO, Running, error_of, running
+
+LIMITS = Limits(body_bytes=4 << 20, body_seconds=0.5, header_seconds=0.5)
+DEEP = "[" * 100_000
+
+
+@pytest.fixture(scope="module")
+def server(chat_model: Path) -> Iterator[Running]:
+    with running(chat_model, limits=LIMITS) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def the_next_request_works(server: Running) -> Iterator[None]:
+    before = server.chat(max_tokens=6)["choices"]
+    yield
+    assert server.chat(max_tokens=6)["choices"] == before
+    server.llm._experts.native.verify()
+
+
+BAD_CHATS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "messages of the wrong type": ({"messages": "hello"}, 400, "messages"),
+    "no messages": ({"messages": []}, 400, "messages"),
+    "an unknown role": ({"messages": [{"role": "boss", "content": "x"}]}, 400, "messages"),
+    "a temperature in words": ({"messages": HELLO, "temperature": "hot"}, 400, "temperature"),
+    "too many answers": ({"messages": HELLO, "n": 3}, 400, "n"),
+    "no repeat penalty": ({"messages": HELLO, "repeat_penalty": 0}, 400, "repeat_penalty"),
+    "top_p out of range": ({"messages": HELLO, "top_p": 7}, 400, "top_p"),
+    "an unknown model": ({"messages": HELLO, "model": "gpt-17"}, 404, "model"),
+    "a model that is a number": ({"messages": HELLO, "model": 3}, 400, "model"),
+    "a grammar that does not parse": ({"messages": HELLO, "grammar": "root ::= ("}, 400, ""),
+    "a grammar without a root": ({"messages": HELLO, "grammar": 'a ::= "x"'}, 400, ""),
+    "a grammar that recurses for ever": ({"messages": HELLO, "grammar": "root ::= root"}, 400, ""),
+    "a grammar nested deeply": (
+        {"messages": HELLO, "grammar": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000},
+        400,
+        "",
+    ),
+    "a schema that is none": (
+        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": 1}},
+        400,
+        "response_format",
+    ),
+    "a tool that is not there": (
+        {
+            "messages": HELLO,
+            "tools": [{"type": "function", "function": {"name": "a", "parameters": {}}}],
+            "tool_choice": {"type": "function", "function": {"name": "b"}},
+        },
+        400,
+        "",
+    ),
+    "no tools to choose from": (
+        {"messages": HELLO, "tool_choice": {"type": "function", "function": {"name": "b"}}},
+        400,
+        "tool_choice",
+    ),
+    "a bias for no token": ({"messages": HELLO, "logit_bias": {"99999": 1}}, 400, ""),
+    "a bias for a word": ({"messages": HELLO, "logit_bias": {"word": 1}}, 400, ""),
+    "log probabilities": ({"messages": HELLO, "logprobs": True, "top_logprobs": 2}, 400, ""),
+    "more than the context": ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, ""),
+    "a huge prompt": ({"messages": [{"role": "user", "content": "x" * 3_000_000}]}, 400, ""),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("case", BAD_CHATS)
+def test_bad_chats(server: Running, case: str, stream: bool) -> None:
+    body, status, param = BAD_CHATS[case]
+    error = error_of(server.post(CHAT, **{"max_tokens": 4, **body, "stream": stream}), status)
+    assert error["type"] == "invalid_request_error"
+    if param:
+        assert error["param"] == param
+    if "context" in case or "huge" in case:
+        assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/v1/completions", {"prompt": 7}),
+        ("/v1/completions", {"prompt": ""}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": -3}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 2}),
+        ("/v1/embeddings", {"input": ""}),
+        ("/v1/embeddings", {"input": [[1, 2]]}),
+        ("/v1/embeddings", {"input": "x" * 600}),
+        ("/v1/embeddings", {}),
+        ("/extras/tokenize", {"input": 4}),
+        ("/extras/detokenize", {"tokens": ["a"]}),
+    ],
+)
+def test_bad_bodies_elsewhere(server: Running, path: str, body: dict[str, Any]) -> None:
+    error_of(server.post(path, **body), 400)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"messages": [], "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+        f'{{"messages": {DEEP}'.encode(),
+        f'{{"messages": {DEEP}{"]" * 100_000}}}'.encode(),
+    ],
+)
+def test_bodies_that_are_no_request(server: Running, content: bytes) -> None:
+    error_of(server.client.post(CHAT, content=content), 400)
+
+
+def test_unknown_paths_and_methods(server: Running) -> None:
+    error_of(server.client.get("/v1/nothing"), 404)
+    error_of(server.client.get("/static/nothing.js"), 404)
+    error_of(server.client.get("/static/..%2f__init__.py"), 404)
+    error_of(server.client.get(CHAT), 405)
+    error_of(server.client.put("/v1/models"), 405)
+
+
+def test_ten_megabytes(server: Running) -> None:
+    text = "x" * (10 << 20)
+    body = {"messages": [{"role": "user", "content": text}]}
+    assert error_of(server.post(CHAT, **body), 413)["code"] == "body_too_large"
+
+    def pieces() -> Iterator[bytes]:  # chunked, so that no header tells the length
+        for _ in range(10):
+            yield b"x" * (1 << 20)
+
+    answer = httpx.post(server.url + CHAT, content=pieces(), timeout=60)
+    assert error_of(answer, 413)["code"] == "body_too_large"
+
+
+def raw(server: Running, *pieces: bytes) -> bytes:
+    """What the server says to bytes on a connection, until it closes it."""
+    where = urlsplit(server.url)
+    with socket.create_connection((where.hostname, where.port), timeout=30) as sock:
+        for piece in pieces:
+            sock.sendall(piece)
+        got = b""
+        while data := sock.recv(1 << 16):
+            got += data
+        return got
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [
+        ((), 408),  # says nothing
+        ((b"POST /v1/ch",), 408),
+        ((HEAD,), 408),
+        ((HEAD + b"Content-Length: 100\r\n\r\n", b'{"messages'), 408),
+        ((b"nonsense\r\n\r\n",), 400),
+        ((HEAD + b"Content-Length: -4\r\n\r\n",), 400),
+    ],
+    ids=["silence", "half a line", "half a head", "half a body", "nonsense", "no length"],
+)
+def test_slow_and_broken_clients(server: Running, pieces: tuple[bytes, ...], status: int) -> None:
+    head, _, body = raw(server, *pieces).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_slow_client_holds_up_nobody(server: Running) -> None:
+    where = urlsplit(server.url)
+    with socket.create_connection((where.hostname, where.port)) as sock:
+        sock.sendall(HEAD + b"Content-Length: 100\r\n\r\n")
+        server.chat()
