@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from server_tools import CHAT, HELLO, error_of, running
+import pytest
+
+from browser import Page, find_chromium
+from server_tools import CHAT, error_of, running
 
 PROTECTED = [
     ("GET", "/health"),
@@ -54,3 +57,17 @@ def test_every_endpoint_needs_the_key(chat_model: Path) -> None:
         assert server.client.get("/static/app.js").status_code == 200
         headers = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
         assert server.client.options(CHAT, headers=headers).status_code == 200
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="chromium is not installed")
+def test_the_dashboard_asks_for_the_key(chat_model: Path, tmp_path: Path) -> None:
+    chromium = find_chromium()
+    assert chromium is not None
+    with running(chat_model, api_key="secret") as server, Page(chromium, tmp_path) as page:
+        page.open(server.url)
+        page.wait("document.getElementById('key-form')?.hidden === false")
+        page.run("document.getElementById('key').focus()")
+        page.type("secret")
+        page.press("Enter")
+        page.wait("document.getElementById('status').textContent == 'ready'")
+        assert page.run("document.getElementById('key-form').hidden")

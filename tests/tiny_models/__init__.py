@@ -3,10 +3,10 @@
 `make(path, kind)` writes one; `KINDS` names them; `spec(kind)` describes one.
 `make_arch(path, arch)` writes one of any MoE architecture of llama.cpp; `ARCHS` names them;
 `arch_row(arch)` describes one. It needs the stock libraries, which say what tensors they want.
-`make_chat(path)` writes one that can be talked to. The others have no vocabulary (`tokenizer.ggml.model` is "no_vocab" and
-`{arch}.vocab_size` gives the count), so tokens go in and come out as numbers:
-asking llama.cpp for their text aborts the process. Bytes depend only on the
-kind, its seed and the installed numpy.
+`make_chat(path)` writes one that can be talked to. The others have no vocabulary
+(`tokenizer.ggml.model` is "no_vocab" and `{arch}.vocab_size` gives the count), so tokens go
+in and come out as numbers: asking llama.cpp for their text aborts the process. Bytes depend
+only on the kind, its seed and the installed numpy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from .builder import Builder, Spec
 from .chat import make_chat
 from .every_arch import ARCHS, arch_row, make_arch
 
-__all__ = ["ARCHS", "KINDS", "Spec", "arch_row", "make", "make_arch", "make_chat", "scale_byte", "spec"]
+__all__ = [
+    "ARCHS",
+    "KINDS",
+    "Spec",
+    "arch_row",
+    "make",
+    "make_arch",
+    "make_chat",
+    "scale_byte",
+    "spec",
+]
 
 _SPECS = (
     Spec(
