@@ -59,17 +59,18 @@ def test_streaming_gives_the_same_text(server: Running) -> None:
     assert text_of(lines) == whole
 
 
-def test_usage_at_the_end_of_a_stream(server: Running) -> None:
-    usage = server.chat()["usage"]
-    lines = server.events(
-        CHAT,
-        messages=HELLO,
-        temperature=0,
-        max_tokens=8,
-        stream_options={"include_usage": True},
-    )
-    last = data_of(lines)[-1]
-    assert last["choices"] == [] and last["usage"] == usage
+@pytest.mark.parametrize(
+    ("question", "reason"), [("Hello there", "length"), ("what is the capital of France?", "stop")]
+)
+def test_usage_at_the_end_of_a_stream(server: Running, question: str, reason: str) -> None:
+    messages = [{"role": "user", "content": question}]
+    body = {"messages": messages, "temperature": 0, "repeat_penalty": 1.0, "max_tokens": 64}
+    if reason == "length":
+        body["max_tokens"] = 4
+    whole = server.chat(**body)
+    assert whole["choices"][0]["finish_reason"] == reason
+    last = data_of(server.events(CHAT, **body, stream_options={"include_usage": True}))[-1]
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
 
 
 def test_completion(server: Running) -> None:
@@ -137,7 +138,22 @@ def test_newer_names_for_old_things(server: Running) -> None:
     answer = server.chat(
         max_tokens=None,
         max_completion_tokens=5,
-        messages=[{"role": "developer", "content": "Be brief"}, *HELLO],
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "Be brief"}]},
+            *HELLO,
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "id": "1",
+                        "type": "function",
+                        "function": {"name": "look_up", "arguments": "{}"},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "Paris"}]},
+        ],
     )
     assert answer["usage"]["completion_tokens"] == 5
 

@@ -91,6 +91,20 @@ def test_bad_chats(server: Running, case: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "boss", "content": "x"}, "messages.0.role: it should be 'system', 'user'"),
+        ({"role": "user", "content": 3}, "messages.0.content: input should be a valid string"),
+        ({"role": "tool", "content": "x"}, "messages.0.tool_call_id: field required"),
+        ({"role": "assistant", "content": {}}, "messages.0.content: input should be a valid str"),
+        ("words", "messages.0: input should be a valid dictionary"),
+    ],
+)
+def test_the_field_that_is_wrong_is_named(server: Running, message: Any, words: str) -> None:
+    assert words in error_of(server.post(CHAT, messages=[message]), 400)["message"]
+
+
+@pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": ["a", "b"]}),

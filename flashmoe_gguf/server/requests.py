@@ -104,10 +104,22 @@ def _translate_chat(values: dict[str, Any]) -> None:
             )
         values["response_format"] = {"type": "json_object", "schema": schema}
     messages = values.get("messages")
-    if isinstance(messages, list):
-        for message in messages:
-            if isinstance(message, dict) and message.get("role") == "developer":
-                message["role"] = "system"
+    for message in messages if isinstance(messages, list) else []:
+        if isinstance(message, dict):
+            _translate_message(message)
+
+
+def _translate_message(message: dict[str, Any]) -> None:
+    if message.get("role") == "developer":
+        message["role"] = "system"
+    content = message.get("content")
+    if message.get("role") == "assistant" and content is None:
+        message.pop("content", None)  # it called tools and said nothing
+    if message.get("role") in ("system", "assistant", "tool") and isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict)]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        if len(texts) == len(content):
+            message["content"] = "".join(texts)
 
 
 def _check_values(values: dict[str, Any], checked: BaseModel) -> None:

@@ -92,9 +92,10 @@ class ServedLlama(Llama):
         return super().generate(tokens, *args, **kwargs)
 
     def sample(self, *args: Any, **kwargs: Any) -> int:
-        """As Llama.sample, counted."""
+        """As Llama.sample, counted; the token that ends an answer is none of it."""
         token: int = super().sample(*args, **kwargs)
-        if (ticket := CURRENT.get()) is not None:
+        ticket = CURRENT.get()
+        if ticket is not None and not llama_cpp.llama_vocab_is_eog(self._model.vocab, token):
             self.meters.token(ticket)
         return token
 

@@ -19,6 +19,7 @@ from flashmoe_gguf.host import default_threads
 from flashmoe_gguf.store import Geometry, read_geometry
 
 DEFAULT_CTX = 4096
+_TYPE_NAMES = ("str", "int", "float", "bool")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -81,11 +82,28 @@ def _parse_yaml(text: str) -> Any:
 
 
 def first_problem(error: ValidationError) -> str:
-    """ "models.0.n_ctx: input should be a valid integer"."""
-    problem = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
-    text = problem["msg"][:1].lower() + problem["msg"][1:]
+    """ "models.0.n_ctx: input should be a valid integer".
+
+    Of a value that may have several shapes, pydantic tells what is wrong with each; what counts is
+    the shape whose fixed words, such as a message's role, are right.
+    """
+    problems = error.errors(include_url=False, include_input=False)
+    unfit = [p["loc"][:-1] for p in problems if p["type"] == "literal_error" and len(p["loc"]) > 1]
+    fitting = [p for p in problems if not any(p["loc"][: len(loc)] == loc for loc in unfit)]
+    problem = (fitting or problems)[0]
+    where = _place(problem)
+    if problem["type"] == "literal_error":
+        same = [p for p in problems if p["type"] == "literal_error" and _place(p) == where]
+        text = "it should be " + ", ".join(str(p["ctx"]["expected"]) for p in same)
+    else:
+        text = problem["msg"][:1].lower() + problem["msg"][1:]
     return f"{where}: {text}" if where else text
+
+
+def _place(problem: Any) -> str:
+    """Names and numbers on the way to a value, without those of types."""
+    parts = [str(part) for part in problem["loc"]]
+    return ".".join(p for p in parts if re.fullmatch(r"[a-z0-9_]+", p) and p not in _TYPE_NAMES)
 
 
 def complete(

@@ -241,18 +241,21 @@ class Soak:
 
 def main() -> int:
     """The program; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_gguf.server.soak")
+    parser = argparse.ArgumentParser(
+        prog="python -m flashmoe_gguf.server.soak",
+        epilog="What follows -- are options of flashmoe serve.",
+    )
     parser.add_argument("model")
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("serve_options", nargs="*", metavar="-- OPTIONS", help="of flashmoe serve")
-    given = parser.parse_args()
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    given, serve_options = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
     command = [sys.executable, "-P", "-m", "flashmoe_gguf.cli", "serve", given.model]
     if sys.version_info < (3, 11):
         command.remove("-P")
     with subprocess.Popen(
-        [*command, "--port", "0", *given.serve_options],
+        [*command, "--port", "0", *serve_options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
