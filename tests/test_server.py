@@ -242,6 +242,40 @@ def test_models_switch_when_they_are_asked_for(chat_model: Path, tmp_path: Path)
         assert [row["id"] for row in listed] == ["chat", "other"]
 
 
+def test_requests_wait_while_another_model_is_loaded(chat_model: Path, tmp_path: Path) -> None:
+    other = tiny_models.make_chat(tmp_path / "other.gguf", seed=2)
+    with running(chat_model, other) as server:
+        models, entered, go_on = server.served.models, threading.Event(), threading.Event()
+        build = models._build
+
+        def slow(alias: str) -> Any:
+            entered.set()
+            assert go_on.wait(60)
+            return build(alias)
+
+        models._build = slow  # type: ignore[method-assign]
+        answers: dict[str, Any] = {}
+
+        def ask(model: str) -> None:
+            answers[model] = httpx.post(
+                server.url + CHAT,
+                json={"messages": HELLO, "model": model, "max_tokens": 1},
+                timeout=60,
+            ).json()
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in ("other", "chat")]
+        threads[0].start()
+        assert entered.wait(60)
+        health = server.client.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "loading"
+        threads[1].start()
+        wait_for(lambda: server.served.gate.waiting == 1)
+        go_on.set()
+        for thread in threads:
+            thread.join()
+        assert answers["other"]["model"] == "other" and answers["chat"]["model"] == "chat"
+
+
 def test_a_model_that_cannot_be_loaded_any_more(chat_model: Path, tmp_path: Path) -> None:
     other = tiny_models.make_chat(tmp_path / "other.gguf", seed=2)
     with running(chat_model, other) as server:

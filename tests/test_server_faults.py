@@ -147,11 +147,14 @@ def test_an_error_after_comments_is_an_event(server: Running) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, 0], ids=["EIO", "short"])
-def test_a_disk_error_in_the_prompt(server: Running, number: int) -> None:
+def test_a_disk_error_in_the_prompt(
+    server: Running, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
     server.set_fault(errno=number, count=1)
     error = error_of(server.post(CHAT, messages=LONG), 500)
     assert error["code"] == "expert_read_failed" and error["type"] == "server_error"
     assert "layer" in error["message"]
+    assert error["message"] in caplog.text  # the operator hears of it as well
     server.llm.reset()
     server.set_fault(errno=number, count=1)
     answer = server.post(CHAT, messages=LONG, stream=True)

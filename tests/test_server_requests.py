@@ -15,7 +15,8 @@ import pytest
 from flashmoe_gguf.server.gate import Limits
 from server_tools import CHAT, HELLO, Running, error_of, running
 
-LIMITS = Limits(body_bytes=4 << 20, body_seconds=0.5, header_seconds=0.5)
+# Comments would begin an answer before a slow machine has read a huge prompt.
+LIMITS = Limits(body_bytes=4 << 20, body_seconds=0.5, header_seconds=0.5, ping_seconds=60)
 DEEP = "[" * 100_000
 
 
@@ -56,6 +57,41 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], int, str]] = {
         400,
         "response_format",
     ),
+    "a schema that cannot be followed": (
+        {"messages": HELLO, "response_format": {"type": "json_object", "schema": {"$ref": "#/x"}}},
+        400,
+        "response_format",
+    ),
+    "a schema from elsewhere": (
+        {
+            "messages": HELLO,
+            "response_format": {"type": "json_object", "schema": {"$ref": "https://127.0.0.1/x"}},
+        },
+        400,
+        "response_format",
+    ),
+    "a schema that is too large": (
+        {
+            "messages": HELLO,
+            "response_format": {
+                "type": "json_object",
+                "schema": {"type": "array", "items": {"type": "integer"}, "maxItems": 20_000},
+            },
+        },
+        400,
+        "",
+    ),
+    "a tool with a wrong schema": (
+        {
+            "messages": HELLO,
+            "tools": [
+                {"type": "function", "function": {"name": "a", "parameters": {"$ref": "#/x"}}}
+            ],
+            "tool_choice": {"type": "function", "function": {"name": "a"}},
+        },
+        400,
+        "tools",
+    ),
     "a tool that is not there": (
         {
             "messages": HELLO,
@@ -71,6 +107,7 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], int, str]] = {
         "tool_choice",
     ),
     "a bias for no token": ({"messages": HELLO, "logit_bias": {"99999": 1}}, 400, ""),
+    "a bias beyond all": ({"messages": HELLO, "logit_bias": {"5": 1e308}}, 400, ""),
     "a bias for a word": ({"messages": HELLO, "logit_bias": {"word": 1}}, 400, ""),
     "log probabilities": ({"messages": HELLO, "logprobs": True, "top_logprobs": 2}, 400, ""),
     "more than the context": ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, ""),
@@ -118,6 +155,10 @@ def test_the_field_that_is_wrong_is_named(server: Running, message: Any, words: 
         ("/v1/embeddings", {}),
         ("/extras/tokenize", {"input": 4}),
         ("/extras/detokenize", {"tokens": ["a"]}),
+        ("/extras/detokenize", {"tokens": [99_999_999]}),
+        ("/extras/detokenize", {"tokens": [-5]}),
+        ("/extras/detokenize", {"tokens": [2**40]}),
+        ("/v1/embeddings", {"input": []}),
     ],
 )
 def test_bad_bodies_elsewhere(server: Running, path: str, body: dict[str, Any]) -> None:
@@ -140,6 +181,30 @@ def test_bad_bodies_elsewhere(server: Running, path: str, body: dict[str, Any]) 
 )
 def test_bodies_that_are_no_request(server: Running, content: bytes) -> None:
     error_of(server.client.post(CHAT, content=content), 400)
+
+
+EXTREMES: list[dict[str, Any]] = [
+    {"temperature": 1e308, "top_k": 10**30, "seed": 2**70},
+    {"temperature": -1e308, "min_p": 1, "top_p": 0},
+    {"repeat_penalty": 1e-300, "presence_penalty": -2, "seed": -(2**70)},
+    {"repeat_penalty": 1e308, "frequency_penalty": 2},
+    {"logit_bias": {"300": 1e6, "5": -1e6}},
+    {"min_tokens": 10**9, "max_tokens": 10**30, "stop": ["", "a"]},
+    {"mirostat_mode": 2, "mirostat_tau": 0, "mirostat_eta": 1},
+    {"grammar": 'root ::= ""'},
+    {"grammar": r"root ::= [^\x00-\U0010FFFF]"},
+    {"grammar": 'root ::= ("a"?)*'},
+]
+
+
+@pytest.mark.parametrize("extreme", EXTREMES, ids=str)
+def test_extremes_are_survived(server: Running, extreme: dict[str, Any]) -> None:
+    body = {"messages": HELLO, "max_tokens": 4, "temperature": 0.9, **extreme}
+    assert server.post(CHAT, **body).status_code == 200
+
+
+def test_half_a_character_is_marked(server: Running) -> None:
+    assert server.post("/extras/detokenize", tokens=[4 + 0xC3]).json()["text"] == "\ufffd"
 
 
 def test_unknown_paths_and_methods(server: Running) -> None:

@@ -52,6 +52,8 @@ def build(
     """
     meters = Meters()
     served = Models(models, meters, on_loaded)
+    # it would tell stdout of every client that leaves
+    vars(upstream)["print"] = lambda *_words, **_options: None
     limits = limits or Limits()
     if settings.disable_ping_events:
         limits = Limits(**{**limits.__dict__, "ping_seconds": 0.0})

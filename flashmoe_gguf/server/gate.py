@@ -8,6 +8,7 @@ streamed answer.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ from flashmoe_gguf.server.reply import Reply
 from flashmoe_gguf.server.requests import SCHEMAS, Request, read_request
 from flashmoe_gguf.server.ticket import CURRENT, Ticket
 
+_log = logging.getLogger(__name__)
+
+_EXPECTED = ("model_loading", "stopping")
 _STOPPING = "the server is stopping"
 _CLIENT_LEFT = 499  # as nginx counts them
 _DRAIN_SECONDS = 5.0
@@ -86,13 +90,15 @@ class Gate:
         status = reply.status or _CLIENT_LEFT
         if failure is not None:
             status = failure.status
+        if status >= 500 and failure is not None and failure.code not in _EXPECTED:
+            _log.error("%s: %s", scope["path"], failure.message)
         is_error = status >= 400 and status != _CLIENT_LEFT
         name = (failure.code if failure is not None else None) or f"http_{status}"
         self._meters.answered(scope["path"], status, name if is_error else None)
 
     async def _answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         body = await self._read_body(scope, receive)
-        request = read_request(scope["path"], body)
+        request = await anyio.to_thread.run_sync(read_request, scope["path"], body)
         alias = self._models.name(request.model)
         self._check_open()
         ticket = Ticket(scope["path"], alias, request.stream, request.wants_usage)
@@ -158,7 +164,8 @@ class Gate:
     def _check_open(self) -> None:
         if self._stopping:
             raise ApiError(503, _STOPPING, code="stopping")
-        if self._models.current is None and self._models.state in ("empty", "loading"):
+        loading = self._models.state in ("empty", "loading") and self.running is None
+        if self._models.current is None and loading:  # the first one: nobody has its turn
             raise ApiError(
                 503, "the model is loading", code="model_loading", headers={"Retry-After": "5"}
             )

@@ -58,7 +58,14 @@ def routes(status: Status, metrics: Metrics) -> list[Route]:
     async def model(request: Request) -> Response:
         return JSONResponse(_model(status.models.name(request.path_params["name"])))
 
+    async def detokenize(request: Request) -> Response:
+        # llama_cpp.server's own fails where tokens end within a character
+        tokens = (await request.json())["tokens"]
+        text = status.models().detokenize(tokens).decode("utf-8", "replace")
+        return JSONResponse({"text": text})
+
     return [
+        Route("/extras/detokenize", detokenize, methods=["POST"]),
         Route("/", dashboard),
         Route(_STATIC + "{name}", static),
         Route("/health", health),

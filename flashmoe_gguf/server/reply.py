@@ -71,7 +71,7 @@ class Reply:
         if self._began and start is not None and start["status"] >= 400:
             self._late_error += message.get("body", b"")  # comments have begun an answer already
             if last:
-                await self._events([b"data: " + self._late_error], ended=True)
+                await self._events([b"data: " + self._late_error, _DONE], ended=True)
             return
         if failure is not None and (last or not self._began):
             await self._fail(failure)

@@ -12,6 +12,7 @@ from typing import Any
 import flashmoe_gguf.llama  # noqa: F401  first: it chooses the libraries that llama_cpp loads
 
 # isort: split
+from llama_cpp.llama_grammar import json_schema_to_gbnf
 from llama_cpp.server.types import (
     CreateChatCompletionRequest,
     CreateCompletionRequest,
@@ -49,7 +50,7 @@ class Request:
 
 
 def read_request(path: str, raw: bytes) -> Request:
-    """Checks a body; raises ApiError with the field that is wrong."""
+    """Checks a body; raises ApiError with the field that is wrong. Large ones take a while."""
     values = _parse(raw)
     if path == CHAT:
         _translate_chat(values)
@@ -102,11 +103,26 @@ def _translate_chat(values: dict[str, Any]) -> None:
             raise ApiError(
                 400, "response_format.json_schema.schema is missing", param="response_format"
             )
-        values["response_format"] = {"type": "json_object", "schema": schema}
+        form = values["response_format"] = {"type": "json_object", "schema": schema}
+    if isinstance(form, dict) and "schema" in form and form.get("type") == "json_object":
+        # llama_cpp.server would take any JSON where it does not understand a schema
+        values["grammar"] = _grammar_of(form["schema"], "response_format")
+        values["response_format"] = None
     messages = values.get("messages")
     for message in messages if isinstance(messages, list) else []:
         if isinstance(message, dict):
             _translate_message(message)
+
+
+def _grammar_of(schema: Any, param: str) -> str:
+    """A JSON schema as GBNF; raises ApiError for one that llama_cpp does not understand."""
+    try:
+        return str(json_schema_to_gbnf(json.dumps(schema)))
+    except Exception as error:  # it fails in many ways
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ApiError(
+            400, f"the JSON schema cannot be used: {reason:.300}", code="bad_schema", param=param
+        ) from None
 
 
 def _translate_message(message: dict[str, Any]) -> None:
@@ -150,4 +166,5 @@ def _check_tools(values: dict[str, Any]) -> None:
     if not tools:
         raise ApiError(400, "tool_choice: there are no tools", param="tool_choice")
     for tool in tools:
-        tool["function"].setdefault("parameters", {"type": "object", "properties": {}})
+        schema = tool["function"].setdefault("parameters", {"type": "object", "properties": {}})
+        _grammar_of(schema, "tools")

@@ -125,7 +125,7 @@ class Server(uvicorn.Server):
         try:
             models.load(models.default)
         except Exception:
-            if self.stopped_by is None:
+            if not self.should_exit:
                 self._failed = models.error
             self.stop()
 

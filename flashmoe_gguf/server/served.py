@@ -5,7 +5,6 @@ counts what it does, and refuses what would crash llama.cpp.
 from __future__ import annotations
 
 import ctypes
-import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ _SLOW_TOKEN_SECONDS = 0.5
 # Parsers of grammars recurse.
 _MAX_GRAMMAR_CHARACTERS = 64 << 10
 _MAX_GRAMMAR_DEPTH = 100
+_MOST_BIAS = 1e6
 
 
 class ServedLlama(Llama):
@@ -99,6 +99,14 @@ class ServedLlama(Llama):
             self.meters.token(ticket)
         return token
 
+    def detokenize(
+        self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
+    ) -> bytes:
+        """As Llama.detokenize; raises ApiError for no token, where llama.cpp ends the process."""
+        if not all(0 <= token < self.n_vocab() for token in tokens):
+            raise ApiError(400, f"token ids go from 0 to {self.n_vocab() - 1}", param="tokens")
+        return super().detokenize(tokens, prev_tokens, special)
+
     def create_completion(self, *args: Any, **kwargs: Any) -> Any:
         """As Llama.create_completion; every error is an ApiError, and the ticket knows of it."""
         with _told():
@@ -122,6 +130,8 @@ class ServedLlama(Llama):
         ApiError for a text that is empty or longer than a batch, which llama_cpp would cut.
         """
         with _told():
+            if not input:
+                raise ApiError(400, "give at least one text to embed", param="input")
             for text in [input] if isinstance(input, str) else input:
                 n_tokens = len(self.tokenize(text.encode("utf-8")))
                 if not 0 < n_tokens <= self.n_batch:
@@ -185,10 +195,10 @@ class ServedLlama(Llama):
     def _check_bias(self, bias: dict[str, float]) -> None:
         for key, value in bias.items():
             known = key.isascii() and key.isdigit() and int(key) < self.n_vocab()
-            if not known or not math.isfinite(value):
+            if not known or not abs(value) <= _MOST_BIAS:
                 raise OptionError(
                     f"logit_bias: {key!r} with {value} is no bias of a token",
-                    f"token ids go from 0 to {self.n_vocab() - 1}",
+                    f"ids go from 0 to {self.n_vocab() - 1}, biases to {_MOST_BIAS:g} either way",
                 )
 
 
