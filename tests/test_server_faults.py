@@ -235,7 +235,18 @@ def test_metrics(server: Running) -> None:
     assert stats["first_token"]["seconds"] > 0 and stats["tokens"]["decode_per_second"] > 0
     info = next(key for key in values if key[0] == "flashmoe_info")[1]
     assert dict(info)["io_mode"] == cache["io_mode"] and dict(info)["model"] == "chat"
-    assert stats["regret"] is None
+
+
+def test_regret(server: Running) -> None:
+    """It is measured in the background once enough tokens were decoded."""
+    while server.stats()["tokens"]["answer"] < 100:
+        server.chat(max_tokens=64, logit_bias={"2": -100})
+    wait_for(lambda: server.stats()["regret"] is not None)
+    families = text_string_to_metric_families(server.client.get("/metrics").text)
+    samples = [s for family in families for s in family.samples if s.name == "flashmoe_regret"]
+    figures = {s.labels["figure"]: s.value for s in samples}
+    assert 0 <= figures["lru"] <= figures["belady"] <= 1
+    assert 0 <= figures["actual"] <= 1 and figures["tokens"] > 0
 
 
 def test_experts(server: Running) -> None:

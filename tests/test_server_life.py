@@ -134,7 +134,13 @@ def test_a_config_file_is_honoured(chat_model: Path, tmp_path: Path) -> None:
         tmp_path,
         api_key="from the file",
         models=[
-            {"model": str(chat_model), "model_alias": "first", "n_slots": 2, **small},
+            {
+                "model": str(chat_model),
+                "model_alias": "first",
+                "n_slots": 2,
+                "policy": "lfu",
+                **small,
+            },
             {
                 "model": str(other),
                 "ram": "2G",
@@ -154,7 +160,7 @@ def test_a_config_file_is_honoured(chat_model: Path, tmp_path: Path) -> None:
             names = [row["id"] for row in client.get("/v1/models").json()["data"]]
             assert names == ["first", "other"]
             cache = client.get("/flashmoe/stats").json()["cache"]
-            assert (cache["n_slots"], cache["policy"]) == (2, "dlfu")
+            assert (cache["n_slots"], cache["policy"]) == (2, "lfu")
             body = {"messages": HELLO, "max_tokens": 2, "logprobs": True, "top_logprobs": 1}
             error_of(client.post(CHAT, json=body), 400)
             answer = client.post(CHAT, json={**body, "model": "other"})

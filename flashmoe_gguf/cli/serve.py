@@ -61,8 +61,8 @@ _PACKAGES = (
     type=FilePath(),
     metavar="FILE",
     envvar="CONFIG_FILE",
-    help="llama_cpp.server's config file, JSON or YAML, with ours beside its settings: ram, "
-    "policy, io, verify, n_slots, stream.",
+    help="llama_cpp.server's config file, JSON or YAML; a model in it may also have ram, n_slots, "
+    "policy, lookahead, io, verify and stream.",
     show_envvar=True,
 )
 @click.option(

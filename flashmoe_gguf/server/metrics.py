@@ -18,7 +18,7 @@ from flashmoe_gguf import __version__
 from flashmoe_gguf.host import process_memory
 from flashmoe_gguf.server.meters import FIRST_TOKEN_BUCKETS, Counts
 from flashmoe_gguf.server.status import Status, regret
-from flashmoe_gguf.streaming import ExpertUse, Stats
+from flashmoe_gguf.stats import ExpertUse, Stats
 
 
 class Metrics(Collector):
@@ -113,12 +113,16 @@ def _cache_metrics(cache: Stats, use: list[ExpertUse]) -> Iterator[Metric]:
         ("prefetch_issued", "Expert parts read ahead.", cache.ahead_issued),
         ("prefetch_used", "Of these, used.", cache.ahead_used),
         ("prefetch_wasted", "Of these, dropped.", cache.ahead_dropped),
+        ("guesses", "Experts read before their router had run (lookahead).", cache.guesses),
+        ("guesses_used", "Of these, used.", cache.guesses_used),
+        ("guesses_wasted", "Of these, not used.", cache.guesses_wasted),
         ("read_errors", "Experts that could not be read.", cache.failed_loads),
     ):
         yield CounterMetricFamily(f"flashmoe_{name}", what, value=value)
     for name, what, value in (
         ("resident_bytes", "Experts in memory.", cache.resident_bytes),
         ("slot_bytes", "Memory reserved for experts.", cache.slot_bytes),
+        ("given_back_bytes", "Slots closed for want of memory.", cache.given_back_bytes),
         ("dense_bytes", "Weights that every token needs.", cache.dense_bytes),
         ("ring_bytes", "Buffers for experts that are not kept.", cache.ring_bytes),
         ("budget_bytes", "The budget of the whole process; 0: none was given.", cache.budget_bytes),
@@ -130,7 +134,7 @@ def _cache_metrics(cache: Stats, use: list[ExpertUse]) -> Iterator[Metric]:
             "flashmoe_regret", "This run compared with LRU and Belady.", labels=["figure"]
         )
         for name, number in compared.items():
-            if isinstance(number, int | float):
+            if number is not None:
                 rates.add_metric([name], number)
         yield rates
 

@@ -28,6 +28,12 @@ class ServedModelSettings(ModelSettings):  # type: ignore[misc,unused-ignore]
 
     ram: str | int | None = Field(default=None, description="Budget of the whole process.")
     policy: str = Field(default="auto", description="Which expert leaves the cache.")
+    policy_file: str | None = Field(
+        default=None, description="Where a policy keeps what it learns."
+    )
+    learn: bool = Field(default=True, description="False: a policy stays as it is.")
+    forget: bool = Field(default=False, description="Begin without what was learned before.")
+    lookahead: str | int = Field(default="auto", description="Reading before the router has run.")
     io: str = Field(default="auto", description="How experts are read.")
     verify: str = Field(default="first", description="When packed experts are checked.")
     n_slots: int | None = Field(default=None, description="Experts cached per layer.")
@@ -35,8 +41,8 @@ class ServedModelSettings(ModelSettings):  # type: ignore[misc,unused-ignore]
 
     def ours(self) -> dict[str, Any]:
         """Arguments of `flashmoe_gguf.Llama` that llama_cpp.server does not know."""
-        names = ("ram", "policy", "io", "verify", "n_slots", "stream")
-        return {name: getattr(self, name) for name in names}
+        names = set(ServedModelSettings.model_fields) - set(ModelSettings.model_fields)
+        return {name: getattr(self, name) for name in sorted(names)}
 
 
 class ServedSettings(ServerSettings):  # type: ignore[misc,unused-ignore]

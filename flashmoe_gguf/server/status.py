@@ -12,7 +12,7 @@ from flashmoe_gguf.llama import Llama
 from flashmoe_gguf.server.gate import Gate
 from flashmoe_gguf.server.meters import Meters
 from flashmoe_gguf.server.models import Models
-from flashmoe_gguf.streaming import ExpertUse, Stats
+from flashmoe_gguf.stats import ExpertUse, Stats
 
 
 class Status:
@@ -113,17 +113,16 @@ class Status:
         }
 
 
-def regret(cache: Stats | None) -> dict[str, Any] | None:
-    """Hit rates of this run, of LRU and of Belady's optimum, where `stats()` carries them."""
-    found = getattr(cache, "regret", None)
-    if found is None:
+def regret(cache: Stats | None) -> dict[str, float | None] | None:
+    """Hit rates of this run, LRU and Belady's optimum over the last tokens; None until measured."""
+    if cache is None or cache.regret is None:
         return None
-    return dataclasses.asdict(found) if dataclasses.is_dataclass(found) else dict(found)  # type: ignore[arg-type]
+    return {**dataclasses.asdict(cache.regret), "gap_closed": cache.regret.gap_closed}
 
 
 def _cache_values(cache: Stats) -> dict[str, Any]:
     values = {f.name: getattr(cache, f.name) for f in dataclasses.fields(cache)}
-    values.pop("regret", None)
+    del values["regret"]  # is beside it
     return {
         **values,
         "misses": cache.misses,

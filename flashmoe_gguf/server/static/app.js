@@ -72,11 +72,11 @@ function showRegret(regret) {
     by("regret-bar").hidden = true;
     return;
   }
-  const reached = share(regret.hit_rate, regret.belady) || 0;
+  const reached = share(regret.actual, regret.belady) || 0;
   show("regret", `${percent(reached)} of Belady`);
   by("regret-bar").hidden = false;
   by("regret-bar").value = reached;
-  show("regret-note", `hits: this ${percent(regret.hit_rate)}, LRU ${percent(regret.lru)}, Belady ${percent(regret.belady)}`);
+  show("regret-note", `last ${regret.tokens} tokens: this ${percent(regret.actual)}, LRU ${percent(regret.lru)}, Belady ${percent(regret.belady)}`);
 }
 
 function showStats(stats) {
