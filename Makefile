@@ -21,7 +21,7 @@ INPUTS := $(SOURCES) CMAKE_ARGS=$(CMAKE_ARGS) CC=$(CC) CXX=$(CXX) \
 	CFLAGS=$(CFLAGS) CXXFLAGS=$(CXXFLAGS) LDFLAGS=$(LDFLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz lint install clean FORCE
+.PHONY: help demo test fuzz soak lint install clean FORCE
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ test: lint ## build, check and run all tests
 
 fuzz: install ## 100,000 damaged model files through all that reads them
 	cd tests && ../$(BIN)/python -m fuzz.run
+
+soak: install ## an hour of eight clients against a server: make soak MODEL=model.gguf
+	$(BIN)/python -m flashmoe_gguf.server.soak $(MODEL) --seconds 3600
 
 lint: install ## format, lint and type checks
 	$(BIN)/ruff format --check .

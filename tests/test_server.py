@@ -285,3 +285,15 @@ def test_a_model_that_cannot_be_loaded_any_more(chat_model: Path, tmp_path: Path
         assert health.status_code == 503 and health.json()["status"] == "error"
         server.chat()
         assert server.client.get("/health").json()["status"] == "ready"
+
+
+@pytest.mark.embedded
+def test_the_embedded_model_answers(embedded_model: Path) -> None:
+    """English in, English out, through the whole of it."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    with running(embedded_model, n_slots=16, n_ctx=1024) as server:
+        answer = server.chat(messages=question, max_tokens=32)
+        assert "Paris" in content(answer)
+        lines = server.events(CHAT, messages=question, temperature=0, max_tokens=32)
+        assert text_of(lines) == content(answer)
+        assert server.stats()["cache"]["bytes_read"] > 0
