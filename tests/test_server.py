@@ -13,6 +13,7 @@ import pytest
 
 import tiny_models
 from flashmoe_gguf import Llama
+from flashmoe_gguf.server.ticket import CURRENT
 from server_tools import CHAT, HELLO, Running, data_of, error_of, running, text_of, wait_for
 
 SCHEMA = {
@@ -209,23 +210,31 @@ def test_first_come_first_served(server: Running) -> None:
     """While reads are held one request computes; the others are answered in their order."""
     server.set_fault(hold=True, count=1)
     server.llm.reset()
-    order: list[int] = []
+    gate, tickets = server.served.gate, []
+    application = gate._app
+
+    async def noted(*arguments: Any) -> None:
+        tickets.append(CURRENT.get())
+        await application(*arguments)
+
+    gate._app = noted
 
     def ask(i: int) -> None:
         with httpx.Client(base_url=server.url, timeout=60) as client:
             body = {"messages": [{"role": "user", "content": f"{i} " * 40}], "max_tokens": 1}
             client.post(CHAT, json=body).raise_for_status()
-            order.append(i)
 
     threads = []
     for i in range(4):
         threads.append(threading.Thread(target=ask, args=(i,)))
         threads[-1].start()
-        wait_for(lambda n=i: server.served.gate.waiting == n)  # type: ignore[misc]
+        wait_for(lambda n=i: gate.running is not None and gate.waiting == n)  # type: ignore[misc]
     server.llm._experts.native.release_held()
     for thread in threads:
         thread.join()
-    assert order == [0, 1, 2, 3]
+    gate._app = application
+    arrivals = [ticket.arrived for ticket in tickets if ticket is not None]
+    assert len(arrivals) == 4 and arrivals == sorted(arrivals)
 
 
 def test_models_switch_when_they_are_asked_for(chat_model: Path, tmp_path: Path) -> None:

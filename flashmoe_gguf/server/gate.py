@@ -1,4 +1,4 @@
-"""The gate in front of llama_cpp.server: one request computes at a time, first come, first served.
+"""The gate in front of llama_cpp.server: one request computes at a time, clients take turns.
 
 It reads bodies within limits, refuses what is wrong, loads the model that is asked for, and ends
 what nobody waits for any more. llama_cpp.server itself would only notice between two pieces of a
@@ -22,6 +22,7 @@ from flashmoe_gguf.server.models import Models
 from flashmoe_gguf.server.reply import Reply
 from flashmoe_gguf.server.requests import SCHEMAS, Request, read_request
 from flashmoe_gguf.server.ticket import CURRENT, Ticket
+from flashmoe_gguf.server.turns import Turns
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Gate:
         self._meters = meters
         self._limits = limits
         self._outer_lock = outer_lock
-        self._turn = anyio.Lock()
+        self._turns = Turns()
         self._tickets: set[Ticket] = set()
         self._stopping = False
         self.running: Ticket | None = None
@@ -101,7 +102,8 @@ class Gate:
         request = await anyio.to_thread.run_sync(read_request, scope["path"], body)
         alias = self._models.name(request.model)
         self._check_open()
-        ticket = Ticket(scope["path"], alias, request.stream, request.wants_usage)
+        client = scope.get("client") or ("",)
+        ticket = Ticket(scope["path"], alias, request.stream, request.wants_usage, client[0])
         reply.ticket = ticket
         left = anyio.Event()
 
@@ -150,16 +152,16 @@ class Gate:
     @contextlib.asynccontextmanager
     async def _my_turn(self, ticket: Ticket) -> AsyncIterator[None]:
         if self._outer_lock is None:
-            await self._turn.acquire()
+            await self._turns.take(ticket.client)
         else:
             async with self._outer_lock:  # its being held is what ends the running stream
-                await self._turn.acquire()
+                await self._turns.take(ticket.client)
         self.running = ticket
         try:
             yield
         finally:
             self.running = None
-            self._turn.release()
+            self._turns.give_back()
 
     def _check_open(self) -> None:
         if self._stopping:

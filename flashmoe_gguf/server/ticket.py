@@ -20,6 +20,7 @@ class Ticket:
     model: str
     stream: bool = False
     wants_usage: bool = False
+    client: str = ""  # its address
     failure: ApiError | None = None
     prompt_tokens: int = 0
     answer_tokens: int = 0
