@@ -28,14 +28,18 @@ def server(chat_model: Path) -> Iterator[Running]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def usual(server: Running) -> Any:
+    return server.chat()["choices"]
+
+
 @pytest.fixture(autouse=True)
-def the_next_request_works(server: Running) -> Iterator[None]:
-    before = server.chat()["choices"]
+def the_next_request_works(server: Running, usual: Any) -> Iterator[None]:
     server.llm.reset()
     yield
     server.set_fault(count=0)
     wait_for(lambda: server.served.gate.running is None)
-    assert server.chat()["choices"] == before
+    assert server.chat()["choices"] == usual
     server.llm._experts.native.verify()
 
 

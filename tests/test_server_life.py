@@ -74,7 +74,8 @@ def test_sigterm_lets_a_short_answer_finish_and_ends_a_long_one(tmp_path: Path) 
         seconds = time.monotonic() - started
         for thread in threads:
             thread.join()
-        assert code == 0 and seconds < 5
+        assert code == 0
+        assert seconds < 7  # five, and what a busy machine adds to seeing a process end
         events = data_of([line for line in lines if line])
         if "error" in events[-1]:  # else the machine was fast enough to finish
             assert events[-1]["error"]["code"] == "stopping"

@@ -26,11 +26,15 @@ def server(chat_model: Path) -> Iterator[Running]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def usual(server: Running) -> Any:
+    return server.chat(max_tokens=3)["choices"]
+
+
 @pytest.fixture(autouse=True)
-def the_next_request_works(server: Running) -> Iterator[None]:
-    before = server.chat(max_tokens=6)["choices"]
+def the_next_request_works(server: Running, usual: Any) -> Iterator[None]:
     yield
-    assert server.chat(max_tokens=6)["choices"] == before
+    assert server.chat(max_tokens=3)["choices"] == usual
     server.llm._experts.native.verify()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from flashmoe_gguf.server.soak import Client, Job, Soak, jobs, said
 from server_tools import Command
 
-SECONDS = float(os.environ.get("FLASHMOE_SOAK_SECONDS", "10"))
+SECONDS = float(os.environ.get("FLASHMOE_SOAK_SECONDS", "6"))
 
 
 def test_soak(chat_model: Path) -> None:

@@ -18,9 +18,9 @@ from flashmoe_gguf.server.app import Served
 from flashmoe_gguf.server.protocol import patient_protocol
 
 # After a signal: what runs may finish, then it is cancelled, then the process ends in any case.
-FINISH_SECONDS = 2.5
+FINISH_SECONDS = 2.0
 _CANCEL_SECONDS = 1.0
-_END_SECONDS = 4.8
+_END_SECONDS = 4.5
 
 _Handler = Callable[[int, FrameType | None], None]
 
@@ -88,6 +88,7 @@ class Server(uvicorn.Server):
         self._failed: FlashMoEError | None = None
         self._loader = threading.Thread(target=self._load, name="load", daemon=True)
         self._timers: list[threading.Timer] = []
+        self._ended = False
         self.stopped_by: int | None = None
 
     def run_until_stopped(self, sock: socket.socket) -> None:
@@ -101,6 +102,7 @@ class Server(uvicorn.Server):
             self._served.models.free()
             for timer in self._timers:
                 timer.cancel()
+            self._ended = True
         if self._failed is not None:
             raise self._failed
 
@@ -119,6 +121,10 @@ class Server(uvicorn.Server):
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
+
+    def _end_in_any_case(self) -> None:
+        code = 128 + signal.SIGINT if self.stopped_by == signal.SIGINT else 0
+        os._exit(code if self._ended else 1)
 
     def _load(self) -> None:
         models = self._served.models
@@ -145,8 +151,11 @@ class Server(uvicorn.Server):
                 self._served.gate.cancel_running()  # the second time means now
                 return
             self.stopped_by = number
-            # a read that hangs in the kernel would keep the process for ever
-            self._after(_END_SECONDS, lambda: os._exit(1))
+            # a read that hangs in the kernel would keep the process for ever; never cancelled, as
+            # it also counts what Python does after this
+            watch = threading.Timer(_END_SECONDS, self._end_in_any_case)
+            watch.daemon = True
+            watch.start()
             # not here: it may have interrupted someone who holds the same locks
             threading.Thread(target=self.stop, daemon=True).start()
 
