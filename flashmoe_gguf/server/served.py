@@ -28,6 +28,7 @@ _SLOW_TOKEN_SECONDS = 0.5
 _MAX_GRAMMAR_CHARACTERS = 64 << 10
 _MAX_GRAMMAR_DEPTH = 100
 _MOST_BIAS = 1e6
+_LONG_TEXT_BYTES = 16 << 10
 
 
 class ServedLlama(Llama):
@@ -44,6 +45,7 @@ class ServedLlama(Llama):
         if kwargs.pop("rpc_servers", None) is not None:
             raise OptionError("rpc_servers is not supported", "leave it out")
         self._slow = False
+        self._longest = 0
         self._abort = llama_cpp.ggml_abort_callback(_asks_ticket)
         super().__init__(model_path, **kwargs, **self.ours)
 
@@ -98,6 +100,27 @@ class ServedLlama(Llama):
         if ticket is not None and not llama_cpp.llama_vocab_is_eog(self._model.vocab, token):
             self.meters.token(ticket)
         return token
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """As Llama.tokenize; raises ApiError for a text that cannot fit, without looking at it all:
+        tokenizers take longer than linear time, and cannot be interrupted.
+        """
+        if len(text) > _LONG_TEXT_BYTES and len(text) > self.n_ctx() * self._longest_token():
+            raise ApiError(
+                400,
+                f"the text has {len(text)} bytes, the context holds {self.n_ctx()} tokens",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        return super().tokenize(text, add_bos, special)
+
+    def _longest_token(self) -> int:
+        """Bytes of text that one token can stand for at most."""
+        if self._longest == 0:
+            vocab, text_of = self._model.vocab, llama_cpp.llama_vocab_get_text
+            # the vocabulary's own spelling, which is never shorter than the text
+            self._longest = max(len(text_of(vocab, i) or b"") for i in range(self.n_vocab()))
+        return self._longest
 
     def detokenize(
         self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
