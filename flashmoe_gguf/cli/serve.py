@@ -66,6 +66,12 @@ _PACKAGES = (
     show_envvar=True,
 )
 @click.option(
+    "--cloudwatch",
+    metavar="NAMESPACE",
+    help="Send hit rate, token rate, load latency and evictions to Amazon CloudWatch each minute "
+    "(pip install 'flashmoe-gguf[aws]').",
+)
+@click.option(
     "--logprobs",
     is_flag=True,
     help="Answer requests for log probabilities; keeps all logits of a context in memory.",
@@ -77,6 +83,7 @@ def serve(
     port: int | None,
     api_key: str | None,
     config: str | None,
+    cloudwatch: str | None,
     logprobs: bool,
 ) -> None:
     """Serve models over an OpenAI-compatible API, with a dashboard, until Ctrl-C or SIGTERM.
@@ -94,6 +101,7 @@ def serve(
     """
     _need_packages()
     from flashmoe_gguf.server.app import build
+    from flashmoe_gguf.server.cloudwatch import Publisher
     from flashmoe_gguf.server.runner import Server, bind, is_loopback, url_of
     from flashmoe_gguf.server.settings import complete
 
@@ -109,6 +117,7 @@ def serve(
             screen.line(f"{alias} is ready: {url}")
 
         served = build(settings, completed, on_loaded=on_loaded)
+        publisher = Publisher(cloudwatch, served.status.moment) if cloudwatch is not None else None
         with bind(settings.host, settings.port) as sock:
             url = url_of(sock, tls=settings.ssl_certfile is not None)
             screen.line(f"listening on {url}, API at {url}/v1")
@@ -116,7 +125,10 @@ def serve(
                 _warn_open(screen, settings.host)
             with Activity(screen, "loading", lambda: _state(served.models)) as activity:
                 showing.append(activity)
-                server = Server(served)
+                if publisher is None:
+                    server = Server(served)
+                else:
+                    server = Server(served, before_free=publisher.start().close)
                 server.run_until_stopped(sock)
         screen.line("stopped")
         if server.stopped_by == signal.SIGINT:

@@ -63,11 +63,11 @@ def url_of(sock: socket.socket, tls: bool = False) -> str:
 class Server(uvicorn.Server):
     """uvicorn's, which loads the first model beside it and stops as `Served` wants it to.
 
-    `run_until_stopped` closes the models. The thread that runs it need not be the main one;
+    `run_until_stopped` calls `before_free`, closes the models, and need not be in the main thread;
     then `stop` takes the place of signals.
     """
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, before_free: Callable[[], object] = lambda: None) -> None:
         settings = served.settings
         super().__init__(
             uvicorn.Config(
@@ -85,6 +85,7 @@ class Server(uvicorn.Server):
             )
         )
         self._served = served
+        self._before_free = before_free
         self._failed: FlashMoEError | None = None
         self._loader = threading.Thread(target=self._load, name="load", daemon=True)
         self._timers: list[threading.Timer] = []
@@ -99,6 +100,7 @@ class Server(uvicorn.Server):
         finally:
             self._served.models.stop()
             self._loader.join()
+            self._before_free()
             self._served.models.free()
             for timer in self._timers:
                 timer.cancel()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from typing import Any
 
 from flashmoe_gguf.errors import FlashMoEError
 from flashmoe_gguf.host import process_memory
 from flashmoe_gguf.llama import Llama
+from flashmoe_gguf.server.cloudwatch import Moment
 from flashmoe_gguf.server.gate import Gate
 from flashmoe_gguf.server.meters import Meters
 from flashmoe_gguf.server.models import Models
@@ -63,6 +65,19 @@ class Status:
             return current[1].stats(), current[1].expert_use()
         except FlashMoEError:  # closed meanwhile
             return None, []
+
+    def moment(self) -> Moment | None:
+        """What the figures for CloudWatch are made from; None while no model is in memory."""
+        current = self.models.current
+        if current is None:
+            return None
+        alias, llm = current
+        try:
+            stats = llm.stats()
+        except FlashMoEError:  # closed meanwhile
+            return None
+        counts = self.meters.counts()
+        return Moment(alias, weakref.ref(llm), stats, counts.decode_tokens, counts.decode_seconds)
 
     def stats(self) -> dict[str, Any]:
         """The body of /flashmoe/stats."""
