@@ -158,11 +158,7 @@ def _load(options: LoadOptions, screen: Screen, n_ctx: int) -> Any:
 
             llm = Llama(
                 options.model,
-                ram=options.ram,
-                policy=options.policy,
-                io=options.io,
-                verify=options.verify,
-                n_slots=options.n_slots,
+                **options.streaming,
                 trace=options.trace,
                 trace_probs=options.trace_probs,
                 progress=progress,

@@ -13,6 +13,7 @@ from flashmoe_gguf.budget import parse_ram
 from flashmoe_gguf.chat import Sampling
 from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.cli.std_streams import need_stdin
+from flashmoe_gguf.cli.stream_options import STREAM_OPTIONS
 from flashmoe_gguf.errors import OptionError
 from flashmoe_gguf.host import default_threads as default_threads  # others take it from here
 
@@ -29,7 +30,18 @@ _NO_STREAM = click.option(
     help="Stock llama.cpp instead: its unchanged library with its default settings "
     "(mmap), for comparison.",
 )
-_STREAM_ONLY = ("ram", "policy", "io", "verify", "n_slots", "trace")
+_HOW_TO_STREAM = (
+    "ram",
+    "policy",
+    "policy_file",
+    "no_learn",
+    "forget",
+    "lookahead",
+    "io",
+    "verify",
+    "n_slots",
+)
+_STREAM_ONLY = (*_HOW_TO_STREAM, "trace")
 
 
 class Finite(click.FloatRange):
@@ -51,6 +63,10 @@ class LoadOptions:
     model: str
     ram: str | None = None
     policy: str = "auto"
+    policy_file: str | None = None
+    no_learn: bool = False
+    forget: bool = False
+    lookahead: str = "auto"
     io: str = "auto"
     verify: str = "first"
     n_slots: int | None = None
@@ -63,6 +79,12 @@ class LoadOptions:
     verbose: bool = False
     trace: str | None = None
     trace_probs: bool = False
+
+    @property
+    def streaming(self) -> dict[str, Any]:
+        """The arguments of `flashmoe_gguf.Llama` that say how to stream."""
+        names = ("ram", "policy", "policy_file", "forget", "lookahead", "io", "verify", "n_slots")
+        return {name: getattr(self, name) for name in names} | {"learn": not self.no_learn}
 
     @property
     def n_threads(self) -> int:
@@ -143,32 +165,7 @@ def load_options_without_trace(command: F, *, model_required: bool, many: bool =
                 "Results equal those of llama.cpp with flash attention, whose last bits differ "
                 "from those without.",
             ),
-            click.option(
-                "--policy",
-                metavar="NAME",
-                default="auto",
-                help="Which expert leaves the cache: auto, lru, lfu, dlfu, lfru, arc, lecar, "
-                "least-stale or random, or package.module:Class for one in Python.",
-            ),
-            click.option(
-                "--io",
-                type=click.Choice(("auto", "direct", "buffered")),
-                default="auto",
-                help="How experts are read; auto is direct where the file system allows it.",
-            ),
-            click.option(
-                "--verify",
-                type=click.Choice(("first", "always", "off")),
-                default="first",
-                help="When to check the experts of a packed file against their checksums: when "
-                "first read, at every read, or never.",
-            ),
-            click.option(
-                "--n-slots",
-                type=click.IntRange(min=0),
-                metavar="N",
-                help="Experts cached per layer, in place of --ram; 0: none.",
-            ),
+            *STREAM_OPTIONS,
             *([] if many else [_NO_STREAM]),
             click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log as well."),
         )
@@ -281,7 +278,7 @@ def _gather(command: F, name: str, make: Callable[[dict[str, Any]], Any]) -> F:
 
 def _make_load_options(options: dict[str, Any]) -> LoadOptions:
     no_stream = options.pop("no_stream", False)
-    names = ("ram", "policy", "io", "verify", "n_slots", "ctx", "threads", "batch")
+    names = (*_HOW_TO_STREAM, "ctx", "threads", "batch")
     values = {name: options.pop(name) for name in (*names, "ubatch", "flash_attn", "verbose")}
     if parse_ram(values["ram"]) is None:
         values["ram"] = None  # "auto"

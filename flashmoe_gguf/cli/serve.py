@@ -170,11 +170,7 @@ def _model_settings(load: LoadOptions, logprobs: bool) -> ServedModelSettings:
 
     values: dict[str, Any] = {
         "model": load.model,
-        "ram": load.ram,
-        "policy": load.policy,
-        "io": load.io,
-        "verify": load.verify,
-        "n_slots": load.n_slots,
+        **load.streaming,
         "n_threads": load.n_threads,
         "n_threads_batch": load.n_threads,
         "n_batch": load.n_batch,
