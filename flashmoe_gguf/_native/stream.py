@@ -1,21 +1,20 @@
-"""The C library: one class over `flashmoe.h`, bound with cffi in ABI mode; the only cffi."""
+"""One class over `fm_stream`: a model's experts, from their description to their counters."""
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cffi
 import numpy as np
 import numpy.typing as npt
 
-from flashmoe_gguf.errors import BudgetError, FlashMoEError, LibraryError, OptionError
-from flashmoe_gguf.libs import library_dir, load_llama_cpp
+from flashmoe_gguf._native.foreign import ForeignPolicy
+from flashmoe_gguf._native.library import library
+from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
 from flashmoe_gguf.trace import Rows
 
 IO_MODES = ("auto", "direct", "buffered")
@@ -23,226 +22,6 @@ VERIFY_MODES = ("first", "always", "off")
 
 _NO_MEMORY = 2
 _CORRUPT = 5
-
-
-@functools.cache
-def _library() -> tuple[Any, Any]:
-    """(ffi, lib). llama_cpp comes first: both must resolve to the same llama.cpp libraries."""
-    load_llama_cpp("patched")
-    header = Path(__file__).parent / "flashmoe.h"
-    ffi = cffi.FFI()
-    try:
-        ffi.cdef(header.read_text(encoding="utf-8"))
-        return ffi, ffi.dlopen(str(library_dir("patched") / "libflashmoe.so"))
-    except OSError as error:
-        raise LibraryError(
-            f"the expert cache library does not load: {error}",
-            "reinstall the package on this machine: `pip install --force-reinstall .`",
-        ) from error
-
-
-def policy_names() -> tuple[str, ...]:
-    """The eviction policies that the library has."""
-    ffi, lib = _library()
-    names: list[str] = []
-    while (name := lib.fm_policy_name(len(names))) != ffi.NULL:
-        names.append(ffi.string(name).decode())
-    return tuple(names)
-
-
-_EVENTS = {  # of a policy: name, C type of the function
-    "on_hit": "void(int32_t, int32_t)",
-    "on_miss": "void(int32_t, int32_t)",
-    "on_insert": "void(int32_t, int32_t)",
-    "on_remove": "void(int32_t, int32_t)",
-    "end_token": "void(int32_t)",
-    "begin_sequence": "void()",
-}
-_NAMED_WRONG = 2
-
-
-class ForeignPolicy:
-    """A policy object of Python's, for the C library to call: see flashmoe_gguf.policy.Policy.
-
-    `victim` must be there; what else it lacks is left out. The library calls from its computing
-    threads, under its lock, one call at a time. An exception, or a victim that may not leave, ends
-    the calls: lru takes over, and `failure` says why.
-    """
-
-    def __init__(self, name: str, policy: Any, n_expert: Sequence[int]) -> None:
-        self.name = name
-        self._ffi, _ = _library()
-        self._victim: Callable[[int, npt.NDArray[np.bool_]], int] = policy.victim
-        self._n_expert = list(n_expert)
-        self._raised: BaseException | None = None
-        self._interrupt: KeyboardInterrupt | None = None
-        self.struct = self._ffi.new("struct fm_foreign_policy *")
-        self._functions = [self._ffi.callback("int32_t(int32_t, const uint8_t *)", self._name)]
-        self.struct.victim = self._functions[0]
-        for event, kind in _EVENTS.items():
-            method = getattr(policy, event, None)
-            if method is not None:
-                function = self._ffi.callback(kind, self._event(method))
-                setattr(self.struct, event, function)
-                self._functions.append(function)
-
-    def _event(self, method: Callable[..., Any]) -> Callable[..., None]:
-        def call(*numbers: int) -> None:
-            try:
-                method(*numbers)
-            except KeyboardInterrupt as interrupt:  # meant for the program, not for the policy
-                self._interrupt = interrupt
-            except BaseException as error:
-                self._fail(error)
-
-        return call
-
-    def _name(self, group: int, may_leave: Any) -> int:
-        raw = self._ffi.buffer(may_leave, self._n_expert[group])
-        for _ in range(2):  # again after Ctrl-C
-            try:
-                return int(self._victim(group, np.frombuffer(raw, np.bool_)))
-            except KeyboardInterrupt as interrupt:
-                self._interrupt = interrupt
-            except BaseException as error:
-                self._fail(error)
-                break
-        return -1
-
-    def _fail(self, error: BaseException) -> None:
-        self._raised = error
-        self.struct.failed = 1
-
-    @property
-    def failure(self) -> str:
-        """Why lru has taken over; empty while the policy works."""
-        if self._raised is not None:
-            return f"{type(self._raised).__name__}: {self._raised}".rstrip(": ")
-        if self.struct.failed == _NAMED_WRONG:
-            return f"it named expert {self.struct.named}, which may not leave"
-        return ""
-
-    @property
-    def seconds(self) -> float:
-        """Time spent in the policy so far."""
-        return float(self.struct.ns) / 1e9
-
-    def raise_interrupt(self) -> None:
-        """Raises the KeyboardInterrupt that came while the policy was called, once."""
-        interrupt, self._interrupt = self._interrupt, None
-        if interrupt is not None:
-            raise interrupt
-
-
-@dataclass(frozen=True)
-class LayerCounts:
-    """What a replay counted in each layer, each [n_layers] int64.
-
-    `refetched`: evictions whose expert was needed again within 5 tokens. `victims` [n_tokens,
-    n_layers, k] uint16: who left, in order, 65535 where nobody did; None unless it was asked for.
-    `weights`: what the policy has learned; None when that was not asked for, or it learns nothing.
-    """
-
-    lookups: npt.NDArray[np.int64]
-    hits: npt.NDArray[np.int64]
-    evicted: npt.NDArray[np.int64]
-    refetched: npt.NDArray[np.int64]
-    victims: npt.NDArray[np.uint16] | None = None
-    weights: npt.NDArray[np.float32] | None = None
-
-
-_TOKENS_AT_ONCE = 512  # between two calls of `progress`, and for Ctrl-C
-
-
-def simulate(
-    policy: str | ForeignPolicy,
-    experts: npt.NDArray[np.uint16],
-    sequences: npt.NDArray[np.int64],
-    n_expert: npt.NDArray[np.int32],
-    n_slots: npt.NDArray[np.int32],
-    *,
-    seed: int = 0,
-    bypass: bool = False,
-    count_from: int = 0,
-    victims: bool = False,
-    weights: npt.NDArray[np.float32] | None = None,
-    learned: bool = False,
-    progress: Callable[[int], None] | None = None,
-) -> LayerCounts:
-    """Replays recorded routing through a policy, one cache per layer, cold at the start.
-
-    - experts [n_tokens, n_layers, k], 65535: none. All that a token misses is admitted, and what
-      it uses cannot leave before the next; with `bypass` it can.
-    - sequences [n]: tokens at which sequences begin, ascending; one that is n_tokens is ignored.
-    - n_expert, n_slots [n_layers].
-    - count_from: counts leave out the tokens before this one.
-    - weights: what the policy has learned before, as many numbers as it wants.
-    - learned: return what it has learned in the end.
-    - progress: gets the tokens done so far, now and then.
-
-    Raises OptionError for arrays that do not fit together, an unknown policy, or weights that it
-    cannot take.
-    """
-    ffi, lib = _library()
-    if experts.ndim != 3 or n_expert.shape != n_slots.shape or len(n_slots) != experts.shape[1]:
-        raise OptionError(f"{len(n_slots)} sizes for a trace of shape {experts.shape}")
-    n_tokens, n_layers, _ = experts.shape
-    ids = np.ascontiguousarray(experts, np.uint16)
-    left = np.full(ids.shape if victims else 0, 0xFFFF, np.uint16)
-    kept = (  # alive until the simulation is freed
-        ffi.from_buffer("uint16_t[]", ids),
-        ffi.from_buffer("int64_t[]", np.ascontiguousarray(sequences, np.int64)),
-        ffi.from_buffer("int32_t[]", np.ascontiguousarray(n_expert, np.int32)),
-        ffi.from_buffer("int32_t[]", np.ascontiguousarray(n_slots, np.int32)),
-        ffi.new("char[]", (policy if isinstance(policy, str) else policy.name).encode()),
-        ffi.from_buffer("uint16_t[]", left, require_writable=True),
-    )
-    setup = ffi.new("struct fm_simulation_setup *")
-    setup.experts, setup.sequences, setup.n_expert, setup.n_slots, setup.policy = kept[:5]
-    setup.n_tokens, setup.n_layers, setup.k, setup.n_sequences = (*ids.shape, len(sequences))
-    if isinstance(policy, ForeignPolicy):
-        setup.foreign = policy.struct
-    setup.seed, setup.bypass = seed, int(bypass)
-    setup.victims = kept[5] if victims else ffi.NULL
-    simulation = lib.fm_simulation_new(setup)
-    if simulation == ffi.NULL:
-        raise OptionError(ffi.string(lib.fm_last_message()).decode("utf-8", "replace"))
-    try:
-        if weights is not None:
-            numbers = ffi.from_buffer("float[]", np.ascontiguousarray(weights, np.float32))
-            if lib.fm_simulation_load(simulation, numbers, weights.size) != 0:
-                raise OptionError(ffi.string(lib.fm_last_message()).decode("utf-8", "replace"))
-        before = np.zeros((n_layers, 4), np.int64)
-        done = 0
-        while done < n_tokens:
-            stop = count_from if done < count_from else n_tokens
-            done = n_tokens - lib.fm_simulation_run(simulation, min(_TOKENS_AT_ONCE, stop - done))
-            if isinstance(policy, ForeignPolicy):
-                policy.raise_interrupt()
-            if done == count_from:
-                before = _simulated(ffi, lib, simulation, n_layers)
-            if progress is not None:
-                progress(done)
-        counted = _simulated(ffi, lib, simulation, n_layers) - before
-        n_saved = lib.fm_simulation_save(simulation, ffi.NULL, 0) if learned else 0
-        saved = np.empty(n_saved, np.float32)
-        if saved.size:
-            lib.fm_simulation_save(simulation, ffi.from_buffer("float[]", saved), saved.size)
-    finally:
-        lib.fm_simulation_free(simulation)
-    lookups, hits, evicted, refetched = counted.T.copy()
-    who, found = left if victims else None, saved if saved.size else None
-    return LayerCounts(lookups, hits, evicted, refetched, who, found)
-
-
-def _simulated(ffi: Any, lib: Any, simulation: Any, n_layers: int) -> npt.NDArray[np.int64]:
-    """[n_layers, 4] in the order of `struct fm_layer_counts`."""
-    counts = ffi.new("struct fm_layer_counts[]", n_layers)
-    if lib.fm_simulation_counts(simulation, counts) != 0:
-        raise FlashMoEError(ffi.string(lib.fm_last_message()).decode("utf-8", "replace"))
-    numbers: npt.NDArray[np.int64] = np.frombuffer(ffi.buffer(counts), np.int64)
-    by_layer: npt.NDArray[np.int64] = numbers.reshape(n_layers, 4).copy()
-    return by_layer
 
 
 @dataclass(frozen=True)
@@ -300,7 +79,7 @@ class NativeStream:
             raise OptionError(f"there is no way to verify called '{verify}'", f"one of {modes}")
         if io not in IO_MODES:
             raise OptionError(f"there is no I/O mode '{io}'", f"one of {', '.join(IO_MODES)}")
-        self._ffi, self._lib = _library()
+        self._ffi, self._lib = library()
         self._closing = threading.Lock()
         self._window_shape = (0, 0)
         options = self._ffi.new(
