@@ -44,6 +44,8 @@ def check_arguments(
         raise OptionError("ram and n_slots exclude each other", "give one of them")
     for name, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1)):
         value = kwargs.get(name, least)
+        if name == "n_ubatch" and value == "auto":
+            continue
         if not isinstance(value, int) or value < least:
             raise OptionError(f"{name} is {value!r}", f"give a whole number from {least} on")
 

@@ -37,6 +37,7 @@ from flashmoe_gguf.stats import ExpertUse, Stats
 from flashmoe_gguf.store import Geometry, read_geometry
 from flashmoe_gguf.streaming import ExpertStream, untouched_slot_bytes
 from flashmoe_gguf.trace import write_trace
+from flashmoe_gguf.ubatch import DEFAULT_UBATCH, ubatch_that_pays
 
 import llama_cpp  # isort: skip  # llama_log has made sure that it runs on our libraries
 
@@ -77,6 +78,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     - trace: a file for the routing of everything that is computed, see `flashmoe_gguf.trace`;
       written by `close()` and `save_trace()`. About 2 bytes of memory per expert and token.
     - trace_probs: with the router's probabilities, which slows decoding a little.
+    - n_ubatch: also "auto": 512, or more where reading experts for a prompt takes longer than
+      computing it. Results are those of llama.cpp with the same number.
     - progress: called with 0..1 while dense weights load; what it raises ends the loading.
 
     A model without routed experts is loaded as llama_cpp does; `is_streamed` says which it was.
@@ -148,6 +151,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
                     "leave trace out, or load a model with routed experts",
                 )
             else:
+                if kwargs.get("n_ubatch") == "auto":
+                    kwargs["n_ubatch"] = DEFAULT_UBATCH
                 self._load(str(model_path), kwargs)
         except BaseException:
             self.close()  # an exception that is kept must not keep a model with it
@@ -183,6 +188,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
             context=0 if quantized else kv_bytes_at_least(header, n_ctx),
             ring=self._experts.stats().ring_bytes,
         )
+        if kwargs.get("n_ubatch") == "auto":
+            kwargs = self._with_ubatch(kwargs, fixed, ram_bytes)
         if n_slots is None:  # before loading, so that a hopeless budget costs nothing
             n_ubatch = min(kwargs.get("n_ubatch", 512), kwargs.get("n_batch", 512), n_ctx or 512)
             check_floor(ram_bytes, fixed, compute_bytes_about(header, n_ctx, n_ubatch))
@@ -219,6 +226,21 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
                 self._experts.native, self.geometry, n_bound, top_k, settings.trace_probs
             )
         self._watch_context()
+
+    def _with_ubatch(self, kwargs: dict[str, Any], fixed: Fixed, ram_bytes: int) -> dict[str, Any]:
+        """The arguments with a ubatch that pays, and a batch that holds it."""
+        header, n_ctx = self.geometry.header, kwargs.get("n_ctx") or DEFAULT_UBATCH
+        cached = ram_bytes - fixed.total
+        if self._settings.n_slots is not None and self.geometry.n_expert:
+            cached = self.geometry.expert_bytes * self._settings.n_slots // self.geometry.n_expert
+        n_ubatch = ubatch_that_pays(
+            self.geometry.expert_bytes - cached,
+            n_ctx,
+            ram_bytes,
+            lambda n: compute_bytes_about(header, n_ctx, n),
+        )
+        n_batch = max(kwargs.get("n_batch", DEFAULT_UBATCH), n_ubatch)
+        return {**kwargs, "n_batch": n_batch, "n_ubatch": n_ubatch}
 
     def eval(self, tokens: Sequence[int]) -> None:
         """As llama_cpp.Llama.eval; `eval_progress` can watch it from another thread."""

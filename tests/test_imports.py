@@ -19,7 +19,7 @@ SOURCES = Path(__file__).resolve().parent.parent / PACKAGE
 # Lowest first. "" is the package's own __init__, which offers Llama to users.
 RANKS = (
     ("errors",),
-    ("libs", "gguf", "lookahead", "cache_dir", "trace", "host", "disk", "assertions"),
+    ("libs", "gguf", "lookahead", "ubatch", "cache_dir", "trace", "host", "disk", "assertions"),
     ("stripes", "disk_sample"),
     ("_native", "packed"),
     ("store", "models", "regret"),

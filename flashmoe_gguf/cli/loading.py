@@ -11,7 +11,7 @@ from typing import Any
 from flashmoe_gguf.budget import Plan, format_size
 from flashmoe_gguf.chat import LlamaEngine, grammar_from_json_schema
 from flashmoe_gguf.cli.interrupts import interrupt_flag
-from flashmoe_gguf.cli.options import DEFAULT_CTX, Choice, LoadOptions
+from flashmoe_gguf.cli.options import DEFAULT_BATCH, DEFAULT_CTX, Choice, LoadOptions
 from flashmoe_gguf.cli.plan_text import plan_rows
 from flashmoe_gguf.cli.progress import Activity, State
 from flashmoe_gguf.cli.screen import Screen, count
@@ -130,12 +130,19 @@ def _context(options: LoadOptions, geometry: Geometry, screen: Screen) -> int:
     return options.ctx or own
 
 
+def _ubatch(options: LoadOptions, n_batch: int) -> int | str:
+    """Given, or up to what is streamed; a batch that was given caps it."""
+    if options.ubatch is None and options.batch is None and options.stream:
+        return "auto"
+    return min(options.ubatch or DEFAULT_BATCH, n_batch)
+
+
 def _load(options: LoadOptions, screen: Screen, n_ctx: int) -> Any:
     n_batch = min(options.n_batch, n_ctx)  # as llama.cpp does; llama_cpp's arrays come before it
     arguments: dict[str, Any] = {
         "n_ctx": n_ctx,
         "n_batch": n_batch,
-        "n_ubatch": min(options.ubatch, n_batch),
+        "n_ubatch": _ubatch(options, n_batch),
         "flash_attn": options.flash_attn,
         "n_threads": options.n_threads,
         "n_threads_batch": options.n_threads,

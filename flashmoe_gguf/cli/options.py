@@ -74,7 +74,7 @@ class LoadOptions:
     ctx: int | None = None
     threads: int | None = None
     batch: int | None = None
-    ubatch: int = DEFAULT_BATCH
+    ubatch: int | None = None
     flash_attn: bool = False
     verbose: bool = False
     trace: str | None = None
@@ -94,7 +94,7 @@ class LoadOptions:
     @property
     def n_batch(self) -> int:
         """As asked for, or as small as a ubatch allows. The context caps both when it loads."""
-        return self.batch or max(DEFAULT_BATCH, self.ubatch)
+        return self.batch or max(DEFAULT_BATCH, self.ubatch or 0)
 
 
 def load_options(command: F) -> F:
@@ -154,9 +154,10 @@ def load_options_without_trace(command: F, *, model_required: bool, many: bool =
                 "--ubatch",
                 type=click.IntRange(min=1),
                 metavar="N",
-                default=DEFAULT_BATCH,
                 help="Prompt tokens computed at once: more means fewer passes over the experts "
                 "and more memory.",
+                show_default=f"{DEFAULT_BATCH}, or more where reading would take longer than "
+                "computing",
             ),
             click.option(
                 "--flash-attn",
@@ -291,7 +292,7 @@ def _make_load_options(options: dict[str, Any]) -> LoadOptions:
                 raise click.UsageError(f"{flag} means nothing with --no-stream.")
     if load.ram is not None and load.n_slots is not None:
         raise click.UsageError("--ram and --n-slots exclude each other.")
-    if load.batch is not None and load.batch < load.ubatch != DEFAULT_BATCH:
+    if load.batch is not None and load.ubatch is not None and load.batch < load.ubatch:
         raise click.UsageError("--ubatch is more than --batch.")
     return load
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashmoe_gguf.cli.loading import note_memory
-from flashmoe_gguf.cli.options import LoadOptions, load_options_of_many
+from flashmoe_gguf.cli.options import DEFAULT_BATCH, LoadOptions, load_options_of_many
 from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.cli.plan_text import plan_rows
 from flashmoe_gguf.cli.progress import Activity, State
@@ -174,7 +174,7 @@ def _model_settings(load: LoadOptions, logprobs: bool) -> ServedModelSettings:
         "n_threads": load.n_threads,
         "n_threads_batch": load.n_threads,
         "n_batch": load.n_batch,
-        "n_ubatch": load.ubatch,
+        "n_ubatch": load.ubatch or DEFAULT_BATCH,
         "flash_attn": load.flash_attn,
         "logits_all": logprobs,
         "verbose": load.verbose,
