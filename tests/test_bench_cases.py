@@ -32,6 +32,7 @@ from flashmoe_gguf.bench.plot import draw, need_matplotlib
 from flashmoe_gguf.bench.runner import Bench, Progress, run_arm, write_rows
 from flashmoe_gguf.bench.summary import summarise
 from flashmoe_gguf.errors import FlashMoEError, OptionError
+from flashmoe_gguf.hardware import cpu_name
 from flashmoe_gguf.pack import pack_model
 from flashmoe_gguf.store import read_geometry
 
@@ -137,8 +138,8 @@ def test_what_is_known_of_a_model(tiny_model: Callable[[str], Path], tmp_path: P
 def test_the_processor_has_a_name(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor : 0\nmodel name\t: A Fast One\n")
-    assert machine.cpu_name(info) == "A Fast One"
-    assert machine.cpu_name(tmp_path / "none") != ""
+    assert cpu_name(info) == "A Fast One"
+    assert cpu_name(tmp_path / "none") != ""
 
 
 def test_time_left_is_estimated_from_what_arms_took(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,6 @@ def test_cold_by_advice(tmp_path: Path) -> None:
 
 
 def _is_tmpfs(path: Path) -> bool:
-    from flashmoe_gguf.bench.machine import drive_of
+    from flashmoe_gguf.hardware import drive_of
 
     return drive_of(path)["file_system"] in ("tmpfs", "ramfs")

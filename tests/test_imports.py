@@ -19,13 +19,14 @@ SOURCES = Path(__file__).resolve().parent.parent / PACKAGE
 # Lowest first. "" is the package's own __init__, which offers Llama to users.
 RANKS = (
     ("errors",),
-    ("libs", "gguf", "lookahead", "ubatch", "cache_dir", "trace", "host", "disk", "assertions"),
+    ("libs", "gguf", "cache_dir", "trace", "host", "disk", "assertions", "hardware"),
+    ("lookahead", "ubatch"),
     ("stripes", "disk_sample"),
     ("_native", "packed"),
     ("store", "models", "regret"),
     ("fingerprint", "policy_weights", "auto_policy", "shapes", "stats"),
-    ("pack", "budget", "policy", "stock"),
-    ("settings", "llama_log"),
+    ("pack", "budget", "policy", "stock", "tuning"),
+    ("settings", "llama_log", "quotas"),
     ("streaming", "arguments", "governor", "recording"),
     ("simulate", "llama", "train"),
     ("",),

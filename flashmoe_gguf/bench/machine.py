@@ -16,6 +16,7 @@ from flashmoe_gguf import __version__
 from flashmoe_gguf.disk import read_bandwidth
 from flashmoe_gguf.errors import DiskError
 from flashmoe_gguf.fingerprint import model_fingerprint
+from flashmoe_gguf.hardware import cpu_name, drive_of
 from flashmoe_gguf.libs import library_dir
 from flashmoe_gguf.store import Geometry
 
@@ -55,35 +56,6 @@ def build_info() -> dict[str, Any]:
     path = library_dir("patched").parent / "build.json"
     info: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return info
-
-
-def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name."""
-    with suppress(OSError):
-        for line in cpuinfo.read_text("utf-8", "replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def drive_of(path: Path) -> dict[str, Any]:
-    """`file_system` and `disk` of a file: the device that is mounted where it lies."""
-    mounts = [
-        part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)
-    ]
-    best = max(mounts, key=lambda part: len(Path(part.mountpoint).parts), default=None)
-    if best is None:
-        return {"file_system": "", "disk": ""}
-    return {"file_system": best.fstype, "disk": _disk_name(best.device)}
-
-
-def _disk_name(device: str, block: Path = Path("/sys/class/block")) -> str:
-    """A device with the model's name that its drive tells, where it does."""
-    name = Path(os.path.realpath(device)).name
-    for folder in (block / name, (block / name).resolve().parent):
-        with suppress(OSError):
-            return f"{device} ({(folder / 'device' / 'model').read_text().strip()})"
-    return device
 
 
 def disk_bandwidth(path: Path, seconds: float = 1.0) -> float | None:
