@@ -107,13 +107,16 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is resident and what is cached. `slots` has one entry per group."""
+    """What is resident and what is cached. `slots` has one entry per group. `quota_tokens`: how
+    many tokens' routing says where slots save most; 0: every group has the same share.
+    """
 
     ram_bytes: int
     fixed: Fixed
     slots: tuple[int, ...]
     slot_bytes: int
     all_slot_bytes: int
+    quota_tokens: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -140,8 +143,14 @@ def check_floor(ram_bytes: int, fixed: Fixed, uncounted: int = 0) -> None:
         )
 
 
-def make_plan(ram_bytes: int, fixed: Fixed, groups: Sequence[GroupCost]) -> Plan:
+def make_plan(
+    ram_bytes: int,
+    fixed: Fixed,
+    groups: Sequence[GroupCost],
+    order: Sequence[int] | None = None,
+) -> Plan:
     """Spends the budget: every group gets the same share of its experts, to within one slot.
+    `order` takes the place of `slot_order`: the group of each slot that can be had.
 
     Slots are taken in an order that does not depend on the budget, until one does not fit: more
     memory never means fewer slots anywhere, and less than one slot's size stays unspent. Raises
@@ -150,7 +159,7 @@ def make_plan(ram_bytes: int, fixed: Fixed, groups: Sequence[GroupCost]) -> Plan
     check_floor(ram_bytes, fixed)
     rest = ram_bytes - fixed.total
     slots = [0] * len(groups)
-    for i in _slot_order(groups):
+    for i in slot_order(groups) if order is None else order:
         rest -= groups[i].slot_bytes
         if rest < 0:
             break
@@ -164,7 +173,7 @@ def make_plan(ram_bytes: int, fixed: Fixed, groups: Sequence[GroupCost]) -> Plan
     )
 
 
-def _slot_order(groups: Sequence[GroupCost]) -> list[int]:
+def slot_order(groups: Sequence[GroupCost]) -> list[int]:
     """The group of each slot that can be had, by the share of its experts it completes."""
     slots = [
         ((j + 1) / group.n_expert, i)

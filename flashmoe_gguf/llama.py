@@ -23,13 +23,13 @@ from flashmoe_gguf.budget import (
     compute_bytes_about,
     fixed_slots_plan,
     kv_bytes_at_least,
-    make_plan,
     parse_ram,
 )
 from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
 from flashmoe_gguf.governor import Governor
 from flashmoe_gguf.host import default_budget, process_memory
 from flashmoe_gguf.llama_log import collected_errors
+from flashmoe_gguf.quotas import planned
 from flashmoe_gguf.recording import Recording, used_experts
 from flashmoe_gguf.settings import StreamSettings
 from flashmoe_gguf.shapes import check_loadable
@@ -75,6 +75,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
       or "off".
     - lookahead: reading experts of the next layer before its router has run: "auto" (while it
       is measured to gain), "off", or how many per layer at most.
+    - quotas: "auto" gives layers the slots that serve them best, by the routing of the model's
+      last tokens, where it is known; "even" gives each the same share of its experts.
+    - n_workers, request_bytes: reading threads per drive, and bytes of one read at most. None:
+      what `flashmoe tune` has found for this model on this machine, else 4 and 1 MiB.
     - trace: a file for the routing of everything that is computed, see `flashmoe_gguf.trace`;
       written by `close()` and `save_trace()`. About 2 bytes of memory per expert and token.
     - trace_probs: with the router's probabilities, which slows decoding a little.
@@ -106,6 +110,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         stream: bool = True,
         verify: str = "first",
         lookahead: str | int = "auto",
+        quotas: str = "auto",
+        n_workers: int | None = None,
+        request_bytes: int | None = None,
         trace: str | os.PathLike[str] | None = None,
         trace_probs: bool = False,
         progress: Progress | None = None,
@@ -131,6 +138,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
             io=io,
             verify=verify,
             lookahead=lookahead,
+            quotas=quotas,
+            n_workers=n_workers,
+            request_bytes=request_bytes,
             trace=os.fspath(trace) if trace is not None else None,
             trace_probs=trace_probs,
         )
@@ -200,16 +210,17 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         grown = process_memory()[1] - committed - self._untouched_bytes()
         fixed = replace(fixed, context=max(grown - fixed.dense, fixed.context))
         costs = self._experts.costs()
+        top_k = used_experts(self.geometry, kwargs.get("kv_overrides"))
         if n_slots is None:
-            self._plan = make_plan(ram_bytes, fixed, costs)
+            self._plan = planned(ram_bytes, fixed, costs, self.geometry, top_k, settings.quotas)
         else:
             self._plan = fixed_slots_plan(fixed, costs, n_slots)
-        top_k = used_experts(self.geometry, kwargs.get("kv_overrides"))
         _, committed = process_memory()
         self._experts.start(self._plan.slots, self._plan.ram_bytes, top_k)
         policy_bytes = process_memory()[1] - committed - self._experts.open_bytes()
         if n_slots is None and policy_bytes > 0:  # what a policy takes is known once it is there
-            self._plan = make_plan(ram_bytes, replace(fixed, policy=policy_bytes), costs)
+            fixed = replace(fixed, policy=policy_bytes)
+            self._plan = planned(ram_bytes, fixed, costs, self.geometry, top_k, settings.quotas)
             self._experts.shrink(self._plan.slots)
         self._experts.begin()
         if n_slots is None:

@@ -20,7 +20,8 @@ class Stats:
     slept for experts, per thread. `policy_reason` says why "auto" picked this policy; `regret` is
     measured in the background, None before the first time. `policy_seconds` is time spent in a
     policy written in Python; `policy_failure` says why lru has taken its place, and is empty while
-    it works; between two moments it is what failed meanwhile.
+    it works; between two moments it is what failed meanwhile. `tuned`: the settings that
+    `flashmoe tune` has found and that are in use, in words.
     `given_back_bytes`: slots that the governor has closed. Sizes (`*_bytes` of memory, `n_slots`)
     are as of now.
     """
@@ -28,6 +29,7 @@ class Stats:
     policy: str
     policy_reason: str
     policy_failure: str
+    tuned: str
     io_mode: str
     n_slots: int
     budget_bytes: int

@@ -22,10 +22,7 @@ from flashmoe_gguf.regret import WINDOW_TOKENS, RegretGauge
 from flashmoe_gguf.settings import StreamSettings
 from flashmoe_gguf.stats import ExpertUse, Stats
 from flashmoe_gguf.store import FAMILIES, Geometry
-
-# Four readers with requests of 1 MiB keep an NVMe drive busy and two cores free (DESIGN 2).
-N_WORKERS = 4
-REQUEST_BYTES = 1 << 20
+from flashmoe_gguf.tuning import N_WORKERS, REQUEST_BYTES, load_tuning
 
 
 def choose_policy(name: str) -> str | PolicyClass:
@@ -85,6 +82,7 @@ class ExpertStream:
 
     def __init__(self, geometry: Geometry, settings: StreamSettings) -> None:
         self.geometry = geometry
+        settings, self._tuned = settings.tuned(load_tuning(geometry))
         self._settings = settings
         self._lookahead = parse_lookahead(settings.lookahead)
         self._chosen = choose_policy(settings.policy)
@@ -98,9 +96,9 @@ class ExpertStream:
         n_ring = ring_buffers(geometry.max_part_bytes)
         self.native = NativeStream(
             io=settings.io,
-            n_workers=N_WORKERS,
+            n_workers=settings.n_workers or N_WORKERS,
             n_ring=n_ring,
-            request_bytes=REQUEST_BYTES,
+            request_bytes=settings.request_bytes or REQUEST_BYTES,
             verify=settings.verify,
         )
         try:
@@ -282,6 +280,7 @@ class ExpertStream:
             policy=self.policy,
             policy_reason=self._reason,
             policy_failure=self._failure,
+            tuned=self._tuned,
             regret=self._gauge.regret if self._gauge is not None else None,
             io_mode="mixed" if direct and buffered else "direct" if direct else "buffered",
             n_slots=max((g.n_slots for g in self.groups()), default=0),

@@ -46,8 +46,8 @@ class Arm:
       cut to `n_prompt` tokens.
     - n_warmup tokens are decoded before the clock starts, then n_gen; at most `seconds` are spent
       on either, but one token of n_gen is always made. None: as long as it takes.
-    - ram, n_slots, policy, policy_file, io, lookahead, trace: as the arguments of `Llama`;
-      streamed only.
+    - ram, n_slots, policy, policy_file, io, lookahead, n_workers, request_bytes, trace: as the
+      arguments of `Llama`; streamed only.
     - cache: takes the place of the user's cache directory. An empty one: nothing that an earlier
       run has learned, of this or any other routing, reaches this one.
     """
@@ -70,6 +70,8 @@ class Arm:
     policy_file: str | None = None
     io: str = "auto"
     lookahead: str = "auto"
+    n_workers: int | None = None
+    request_bytes: int | None = None
     trace: str | None = None
     cache: str | None = None
 
@@ -110,6 +112,8 @@ def load(arm: Arm) -> Any:
             policy_file=arm.policy_file,
             io=arm.io,
             lookahead=arm.lookahead,
+            n_workers=arm.n_workers,
+            request_bytes=arm.request_bytes,
             trace=arm.trace,
             **options,
         )

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe_gguf.bench.arm import STOCK, STOCK_DEFAULT, STREAMED, Arm
-from flashmoe_gguf.budget import format_size
+from flashmoe_gguf.budget import format_size, parse_size
 from flashmoe_gguf.errors import OptionError
 from flashmoe_gguf.lookahead import parse_lookahead
 from flashmoe_gguf.store import Geometry
+from flashmoe_gguf.tuning import check_readers
 
 IN_RAM = "in-ram"
 ARMS = (STOCK, STOCK_DEFAULT, STREAMED, IN_RAM)
@@ -95,6 +96,18 @@ def _lookahead(_key: str, text: str) -> str:
     return text
 
 
+def _readers(key: str, text: str) -> int:
+    n_workers: int = _whole(1)(key, text)
+    check_readers(n_workers, None)
+    return n_workers
+
+
+def _request(_key: str, text: str) -> int:
+    request_bytes = parse_size(text)
+    check_readers(None, request_bytes)
+    return request_bytes
+
+
 # Key of --arm -> field of Arm, and how its value is read. `layout` chooses another file.
 _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "policy": ("policy", lambda _key, text: text),
@@ -104,6 +117,8 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "slots": ("n_slots", _whole(0)),
     "threads": ("n_threads", _whole(1)),
     "lookahead": ("lookahead", _lookahead),
+    "workers": ("n_workers", _readers),
+    "request": ("request_bytes", _request),
 }
 
 

@@ -29,6 +29,8 @@ CONDITIONS = (
     "io_mode",
     "slots",
     "lookahead",
+    "workers",
+    "request_bytes",
     "n_ctx",
     "n_threads",
     "n_ubatch",

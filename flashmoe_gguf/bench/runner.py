@@ -183,6 +183,8 @@ class Bench:
             "slots": arm.n_slots if streams else None,
             "lookahead": arm.lookahead if streams else None,
             "policy_file": arm.policy_file if streams else None,
+            "workers": arm.n_workers if streams else None,
+            "request_bytes": arm.request_bytes if streams else None,
             "n_ctx": arm.n_ctx,
             "n_threads": arm.n_threads,
             "n_ubatch": arm.n_ubatch,

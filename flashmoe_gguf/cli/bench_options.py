@@ -157,7 +157,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         multiple=True,
         metavar="KEY=VALUE,...",
         help="One more streamed arm with other settings: policy=, policy_file=, io=, slots=, "
-        "threads=, lookahead=, layout=packed. Can be given several times.",
+        "threads=, lookahead=, workers=, request=, layout=packed. Can be given several times.",
     ),
     click.option(
         "--packed",

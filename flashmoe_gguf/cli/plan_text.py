@@ -46,7 +46,7 @@ def plan_rows(
                 "cache",
                 f"{_slots_text(plan)} of {geometry.n_expert} experts per layer, "
                 f"{100 * plan.cached_share:.0f} % of their bytes; policy {stats.policy}, "
-                f"I/O {stats.io_mode}",
+                f"I/O {stats.io_mode}" + _found_text(plan, stats),
             ),
         ]
     elif streamed:
@@ -60,6 +60,13 @@ def _experts_text(geometry: Geometry) -> str:
     if not geometry.is_moe:
         return ", no experts"
     return f", {geometry.n_layer} layers, {geometry.n_expert} experts, top-{geometry.top_k}"
+
+
+def _found_text(plan: Plan, stats: Stats) -> str:
+    """What earlier runs have found that is in use now."""
+    quotas = f"; slots by the routing of the last {plan.quota_tokens:,} tokens"
+    tuned = f"; tuned: {stats.tuned}"
+    return (quotas if plan.quota_tokens else "") + (tuned if stats.tuned else "")
 
 
 def _slots_text(plan: Plan) -> str:
