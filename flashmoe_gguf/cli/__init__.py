@@ -19,6 +19,7 @@ from flashmoe_gguf.cli import (
     simulate,
     trace,
     train,
+    tune,
     unpack,
     verify,
 )
@@ -72,6 +73,7 @@ for _command in (
     unpack.unpack,
     verify.verify,
     bench.bench,
+    tune.tune,
     trace.trace,
     simulate.simulate,
     train.train,

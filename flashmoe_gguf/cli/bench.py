@@ -97,7 +97,7 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
         write_rows(Path(options.jsonl), [])  # it is found out now whether it can be written
     limiter = find_limiter()
     gate = Gate()
-    with Screen() as screen, _ended_cleanly():
+    with Screen() as screen, ended_cleanly():
         model, routing = _model(options, screen)
         geometry = read_geometry(model)
         _check_model(geometry, arm_names)
@@ -250,7 +250,7 @@ def _measure(
 
 
 @contextmanager
-def _ended_cleanly() -> Iterator[None]:
+def ended_cleanly() -> Iterator[None]:
     """SIGTERM ends a bench as Ctrl-C does: its arm is ended and its cgroup removed."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
