@@ -52,10 +52,11 @@ static bool is_used(const struct load *load) {
     return s >= 0 && group->slots[s].pins > 0;
 }
 
+/* A guess, or one that was wrong and had all its reads under way. */
 static bool is_guess(const struct load *load) {
     const struct group *group = &load->stream->groups[load->group];
     const int32_t s = group->slot_of[load->expert];
-    return load->ring == NULL && s >= 0 && group->slots[s].guessed;
+    return s >= 0 && (group->slots[s].guessed || group->slots[s].stale);
 }
 
 /* Every request has ended. */
@@ -69,7 +70,7 @@ static void finish(struct load *load) {
         return;
     }
     /* nobody has asked for these bytes yet: if somebody does, they are read again */
-    const bool unwanted = load->ring != NULL ? load->ring->draining : (filled && !is_used(load)) || is_guess(load);
+    const bool unwanted = load->ring != NULL ? load->ring->draining : (filled || is_guess(load)) && !is_used(load);
     if (load->error != 0 && !unwanted) {
         fm_load_latch(stream, load, load->error == FM_IO_CORRUPT ? FM_CORRUPT : FM_IO_ERROR, load->error);
     }

@@ -144,7 +144,12 @@ struct settled fm_lookahead_settle(struct fm_stream *stream, int32_t index, cons
         slot->guessed = false;
         group->n_guessed--;
         const bool used = n_rows[slot->expert] > 0;
-        note_guess(stream->lookahead, used);
+        const bool used_by_others = !used && slot->pins > 0; /* an operation of another context reads its bytes */
+        note_guess(stream->lookahead, used || used_by_others);
+        if (used_by_others) {
+            stream->stats.guesses_used++;
+            continue;
+        }
         if (!used) {
             stream->stats.guesses_wasted++;
             give_up(stream, index, s);

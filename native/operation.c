@@ -44,6 +44,7 @@ static void add_resident(struct operation *op, int32_t group, int32_t expert) {
         fm_io_promote(op->stream->io, load, FM_PRIORITY_DEMAND);
     }
     slot->pins++;
+    slot->stale = false; /* a guess that came too early was not wrong */
     add_entry(op, expert, s, load);
 }
 

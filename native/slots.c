@@ -92,7 +92,7 @@ static int32_t mark_may_leave(struct group *group) {
 
 bool fm_slots_deserves(struct fm_stream *stream, int32_t index, int32_t expert) {
     struct group *group = &stream->groups[index];
-    if (!stream->policy_type->ranks_all || empty_slot(group) >= 0 || mark_may_leave(group) >= 0) {
+    if (stream->policy == NULL || !stream->policy_type->ranks_all || empty_slot(group) >= 0 || mark_may_leave(group) >= 0) {
         return true;
     }
     group->may_leave[expert] = 1;

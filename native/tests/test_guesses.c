@@ -1,0 +1,217 @@
+/* test_guesses.c: guesses that somebody else uses meanwhile, that fail, or that turn out right later: other
+ * contexts, and expert 6 as the one that lookahead is sure of. */
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "lookahead.h"
+#include "model.h"
+
+static int guessed;
+
+struct fm_predictor {
+    int unused;
+};
+
+static struct fm_predictor *create_sure(const struct fm_policy_setup *setup) {
+    (void)setup;
+    return calloc(1, sizeof(struct fm_predictor));
+}
+
+static void destroy_sure(struct fm_predictor *p) {
+    free(p);
+}
+
+static void observe_nothing(struct fm_predictor *p, int32_t group, const struct fm_observation *seen) {
+    (void)p, (void)group, (void)seen;
+}
+
+static void predict_one(struct fm_predictor *p, int32_t group, float *probability) {
+    (void)p;
+    memset(probability, 0, MAX_EXPERTS / 8 * sizeof *probability);
+    if (group == 1 && guessed >= 0) {
+        probability[guessed] = 0.95f;
+    }
+}
+
+static const struct fm_predictor_type sure = {
+    .name = "sure",
+    .create = create_sure,
+    .destroy = destroy_sure,
+    .observe = observe_nothing,
+    .predict = predict_one,
+};
+
+#define IDS(...) (const int32_t[]){__VA_ARGS__}, sizeof((const int32_t[]){__VA_ARGS__}) / 4, 1
+
+/* Two groups with four slots each, that hold 0 to 3. */
+static void create_with(struct model *model, const struct shape *shape, uint32_t request_bytes) {
+    struct fm_options options = options_for(0, 4);
+    options.request_bytes = request_bytes;
+    model_create(model, shape, &options);
+    model_start(model, 4, "lru");
+    guessed = -1;
+    for (int g = 0; g < 2; g++) {
+        run_group(model, g, IDS(0, 1, 2, 3));
+    }
+    CHECK_EQUAL(fm_lookahead_start(model->stream, &sure, 1, false), FM_OK);
+}
+
+static void create(struct model *model) {
+    create_with(model, &blocks, 1 << 20);
+}
+
+/* Group 0 is passed, which leaves a guess for group 1 queued behind it. */
+static void pass_first(struct model *model, int expert) {
+    guessed = expert;
+    run_group(model, 0, IDS(0, 1));
+    guessed = -1;
+}
+
+static struct slot *slot_of(const struct model *model, int group, int expert) {
+    const struct group *g = &model->stream->groups[group];
+    CHECK(g->slot_of[expert] >= 0);
+    return &g->slots[g->slot_of[expert]];
+}
+
+/* Another context is in the middle of the group and takes the guess where it finds it. */
+TEST(a_wrong_guess_that_another_context_uses_stays_where_it_is) {
+    struct model model;
+    create(&model);
+    pass_first(&model, 6);
+    struct pass other;
+    const int32_t six[] = {6};
+    pass_begin(&other, &model, 1, 1, six, 1, 1, 1);
+    pass_pump(&other, 0);
+    pass_acquire(&other, 0);
+    const int32_t ids[] = {4, 5, 7};
+    run_group(&model, 1, ids, 3, 1); /* wrong: but its bytes are in use */
+    pass_acquire(&other, 0);         /* still the right ones */
+    pass_release(&other, 0);
+    model_pump_all(&model);
+    model_verify(&model);
+    model_free(&model);
+}
+
+TEST(a_guess_that_fails_while_another_context_waits_for_it_is_an_error) {
+    struct model model;
+    create(&model);
+    pass_first(&model, 6);
+    struct pass other;
+    const int32_t six[] = {6};
+    pass_begin(&other, &model, 1, 1, six, 1, 1, 1);
+    const struct fm_fault fault = {.sys_errno = EIO, .after = 0, .count = 1};
+    fm_fault_set(model.stream, &fault);
+    model_pump_all(&model);
+    CHECK(!pass_acquire_or_zeros(&other, 0));
+    pass_release(&other, 0);
+    struct fm_error error;
+    CHECK_EQUAL(fm_stream_take_error(model.stream, &error), 1);
+    CHECK_EQUAL(error.expert, 6);
+    model_verify(&model);
+    model_free(&model);
+}
+
+/* All its reads are under way when it turns out to be wrong; then they fail. */
+TEST(an_error_in_a_wrong_guess_is_told_to_nobody) {
+    struct shape one_part = blocks;
+    one_part.n_parts = 1;
+    struct model model;
+    struct fm_options options = options_for(1, 4);
+    model_create(&model, &one_part, &options);
+    model_start(&model, 4, "lru");
+    guessed = -1;
+    for (int g = 0; g < 2; g++) {
+        struct pass pass;
+        const int32_t ids[] = {0, 1, 2, 3};
+        pass_begin(&pass, &model, g, 0, ids, 4, 1, 1);
+        for (int i = 0; i < 4; i++) {
+            pass_acquire(&pass, i);
+            pass_release(&pass, i);
+        }
+    }
+    CHECK_EQUAL(fm_lookahead_start(model.stream, &sure, 1, false), FM_OK);
+    struct fm_fault fault = {.hold = 1, .after = 0, .count = 1};
+    fm_fault_set(model.stream, &fault);
+    struct pass pass;
+    const int32_t ids[] = {2, 3};
+    guessed = 6;
+    for (int g = 0; g < 2; g++) {
+        pass_begin(&pass, &model, g, 0, ids, 2, 1, 1);
+        guessed = -1;
+        for (int i = 0; i < 2; i++) {
+            pass_acquire(&pass, i);
+            pass_release(&pass, i);
+        }
+        while (g == 0 && fm_fault_held(model.stream) == 0) {
+        }
+    }
+    CHECK_EQUAL(model_stats(&model).guesses_wasted, 1);
+    CHECK_EQUAL(slot_of(&model, 1, 6)->loads[0].state, LOAD_LOADING);
+    CHECK_EQUAL(truncate(model.path, 0), 0); /* the held read finds nothing */
+    fm_fault_release(model.stream);
+    while (atomic_load(&slot_of(&model, 1, 6)->loads[0].state) == LOAD_LOADING) {
+    }
+    CHECK_EQUAL(slot_of(&model, 1, 6)->loads[0].state, LOAD_FAILED);
+    struct fm_error error;
+    CHECK_EQUAL(fm_stream_take_error(model.stream, &error), 0);
+    model_verify(&model);
+    model_free(&model);
+}
+
+TEST(a_wrong_guess_that_is_used_later_is_an_expert_like_others) {
+    struct model model;
+    create(&model);
+    pass_first(&model, 6);
+    model_pump_all(&model);
+    run_group(&model, 1, IDS(1, 2)); /* wrong */
+    run_group(&model, 1, IDS(6, 2)); /* and yet it was worth it */
+    run_group(&model, 1, IDS(7));    /* 3 is the one that was not used for longest */
+    CHECK(model_is_resident(&model, 1, 6));
+    CHECK(!model_is_resident(&model, 1, 3));
+    model_verify(&model);
+    model_free(&model);
+}
+
+TEST(a_token_can_be_computed_before_there_are_slots) {
+    struct model model;
+    const struct fm_options options = options_for(0, 4);
+    model_create(&model, &blocks, &options);
+    run_group(&model, 0, IDS(0, 1));
+    model_verify(&model);
+    model_free(&model);
+}
+
+/* With one group only, what is guessed for the next token can be what this one still uses. */
+TEST(a_guess_that_the_same_token_uses_in_its_next_part_is_used_safely) {
+    struct shape one_group = blocks;
+    one_group.n_groups = 1;
+    struct model model;
+    struct fm_options options = options_for(0, 4);
+    model_create(&model, &one_group, &options);
+    model_start(&model, 1, "lru");
+    guessed = -1;
+    run_group(&model, 0, IDS(0, 1));
+    CHECK_EQUAL(fm_stream_lookahead(model.stream, "routing", 4, 0), FM_OK);
+    for (int t = 0; t < 60; t++) {
+        const struct fm_fault fault = {.sys_errno = EIO, .after = 1, .count = t % 2};
+        const int32_t ids[] = {t % 3, 3 + t % 2};
+        fm_fault_set(model.stream, &fault);
+        for (int part = 0; part < 3; part++) {
+            struct pass pass;
+            bool right = true;
+            pass_begin(&pass, &model, 0, part, ids, 2, 1, 1);
+            for (int i = 0; i < pass.n; i++) {
+                pass_pump(&pass, i);
+                right = pass_acquire_or_zeros(&pass, i) && right;
+                pass_release(&pass, i);
+            }
+            struct fm_error error;
+            CHECK(fm_stream_take_error(model.stream, &error) == 1 || right);
+        }
+        model_verify(&model);
+    }
+    model_free(&model);
+}
