@@ -70,12 +70,14 @@ static void finish(struct load *load) {
         return;
     }
     /* nobody has asked for these bytes yet: if somebody does, they are read again */
-    const bool unwanted = load->ring != NULL ? load->ring->draining : (filled || is_guess(load)) && !is_used(load);
+    const bool draining = load->ring != NULL && load->ring->draining;
+    const bool unwanted =
+        load->ring != NULL ? draining || load->ring->ahead : (filled || is_guess(load)) && !is_used(load);
     if (load->error != 0 && !unwanted) {
         fm_load_latch(stream, load, load->error == FM_IO_CORRUPT ? FM_CORRUPT : FM_IO_ERROR, load->error);
     }
     set_state(load, load->error != 0 ? LOAD_FAILED : LOAD_READY);
-    if (unwanted && load->ring != NULL) {
+    if (draining) {
         fm_ring_return(stream, load->ring);
     }
     if (filled) {

@@ -215,3 +215,32 @@ TEST(a_guess_that_the_same_token_uses_in_its_next_part_is_used_safely) {
     }
     model_free(&model);
 }
+
+/* A batch makes likely what the next group uses; the drive has a bad spot there that nobody needs. */
+TEST(an_error_in_what_is_read_ahead_is_told_only_when_it_is_wanted) {
+    static const int32_t all[] = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
+    struct model model;
+    const struct fm_options options = options_for(0, 4);
+    model_create(&model, &blocks, &options);
+    model_start(&model, 0, "lru");
+    for (int g = 0; g < 2; g++) {
+        run_group(&model, g, all, 8, 2);
+    }
+    run_part(&model, 0, 0, all, 8, 2);
+    run_part(&model, 0, 1, all, 8, 2);
+    struct pass pass;
+    pass_begin(&pass, &model, 0, 2, all, 8, 2, 1);
+    pass_use_all(&pass, 0);
+    CHECK(model.stream->ring_ahead != NULL);
+    const struct fm_fault fault = {.sys_errno = EIO, .after = 0, .count = 4};
+    fm_fault_set(model.stream, &fault);
+    model_pump_all(&model);
+    CHECK_EQUAL(model.stream->ring_ahead->load.state, LOAD_FAILED);
+    struct fm_error error;
+    CHECK_EQUAL(fm_stream_take_error(model.stream, &error), 0);
+    model_verify(&model);
+    run_group(&model, 1, IDS(0, 7)); /* 0 is read once more, and the drive is well again */
+    CHECK_EQUAL(fm_stream_take_error(model.stream, &error), 0);
+    model_verify(&model);
+    model_free(&model);
+}
