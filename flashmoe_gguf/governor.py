@@ -7,16 +7,27 @@ first costs hits, but no cliff.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from flashmoe_gguf.budget import GroupCost
+from flashmoe_gguf.budget import RESERVE_BYTES, GroupCost
 from flashmoe_gguf.errors import FlashMoEError
 from flashmoe_gguf.host import MemoryLimit, available_memory, process_memory
 
 INTERVAL_SECONDS = 1.0
+
+# Two models of a process that look at once would both give back what one of them has to.
+_one_at_a_time = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a child's first governor must not wait for the parent's
+
+    def _forget_lock() -> None:
+        global _one_at_a_time
+        _one_at_a_time = threading.Lock()
+
+    os.register_at_fork(after_in_child=_forget_lock)
 
 
 class Slots(Protocol):
@@ -52,7 +63,8 @@ def wanted_bytes(open_bytes: int, room_bytes: int, limit_bytes: int) -> int:
     evict, once all open slots are filled. Below a low mark slots are given back up to the middle;
     above a high mark they are taken again down to the middle, so that it does not swing.
     """
-    low = (16 << 20) + limit_bytes // 200  # less than the reserve that a plan leaves
+    # always less than the reserve that a plan leaves: a limit of just the budget closes nothing
+    low = min((16 << 20) + limit_bytes // 200, RESERVE_BYTES * 5 // 6)
     high, middle = 3 * low, 2 * low
     if low <= room_bytes <= high:
         return open_bytes
@@ -87,12 +99,19 @@ class Governor:
         if stream is None:
             self._stop.set()
             return
+        if not _one_at_a_time.acquire(blocking=False):
+            return  # at the next look
+        try:
+            self._follow(stream)
+        finally:
+            _one_at_a_time.release()
+
+    def _follow(self, stream: Slots) -> None:
         limit = self._memory()
-        wanted = wanted_bytes(
-            stream.open_bytes(),
-            limit.limit_bytes - self._committed(),
-            limit.limit_bytes,
-        )
+        open_bytes = stream.open_bytes()
+        wanted = wanted_bytes(open_bytes, limit.limit_bytes - self._committed(), limit.limit_bytes)
+        if wanted == open_bytes:
+            return  # to share out thousands of slots anew takes long
         slots = slots_within(self._planned, self._groups, wanted)
         # again while less is closed than asked for: slots that are in use close at a later call
         if slots != self._slots or self._still_open(stream, slots):
