@@ -51,8 +51,10 @@ def keep_recent(
     if len(experts) < LEAST_TOKENS:
         return
     path = recent_file(fingerprint)
-    trace = Trace(experts, np.array([0, len(experts)]), n_expert, layers, fingerprint=fingerprint)
     with contextlib.suppress(OSError, TraceError):
+        trace = Trace(
+            experts, np.array([0, len(experts)]), n_expert, layers, fingerprint=fingerprint
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         write_trace(path, trace)
 

@@ -103,7 +103,12 @@ class PolicyMemory:
 
     def load(self) -> Floats | None:
         """What it holds; None when there is nothing yet. Raises TraceError for a given one."""
-        if not self.path.exists():
+        try:
+            if not self.path.exists():
+                return None
+        except OSError as error:  # a folder that may not be entered
+            if self.is_given:
+                raise TraceError(f"cannot read {self.path}: {error.strerror or error}") from error
             return None
         try:
             return load_weights(self.path, policy=self.policy, fingerprint=self.fingerprint)
