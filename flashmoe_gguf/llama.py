@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import os
 import threading
@@ -237,6 +239,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
                 self._experts.native, self.geometry, n_bound, top_k, settings.trace_probs
             )
         self._watch_context()
+        _open.add(self)
 
     def _with_ubatch(self, kwargs: dict[str, Any], fixed: Fixed, ram_bytes: int) -> dict[str, Any]:
         """The arguments with a ubatch that pays, and a batch that holds it."""
@@ -412,20 +415,40 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         return {**state, **self._settings.for_a_copy(), "stream": self._stream}
 
     def close(self) -> None:
-        """Frees the model, then the cache that it reads from. Writes the trace, if there is one."""
+        """Frees the model, then the cache that it reads from. Writes the trace, if there is one.
+
+        Whatever is still open when the program ends is closed then. A child forked after loading
+        writes nothing.
+        """
+        experts = getattr(self, "_experts", None)
         try:
-            if getattr(self, "_recording", None) is not None:
+            if getattr(self, "_recording", None) is not None and not _is_childs(experts):
                 self.save_trace()
         finally:
-            self._recording = None
+            self._recording = self._experts = None
             if hasattr(self, "_stack"):
                 super().close()
             governor, self._governor = getattr(self, "_governor", None), None
             if governor is not None:
                 governor.close()
-            experts, self._experts = getattr(self, "_experts", None), None
             if experts is not None:
                 experts.close()
+
+
+def _is_childs(experts: ExpertStream | None) -> bool:
+    return experts is not None and experts.is_forked
+
+
+_open: weakref.WeakSet[Llama] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before modules go: what was learned is kept with numpy and safetensors."""
+    for llm in list(_open):
+        if llm._running is None:  # else a daemon thread computes with it
+            with contextlib.suppress(FlashMoEError):
+                llm.close()
 
 
 def _checked(owner: weakref.ref[Llama], compute: Callable[..., None]) -> Callable[[Any], None]:

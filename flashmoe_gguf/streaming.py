@@ -64,10 +64,16 @@ def read_sums(geometry: Geometry) -> dict[str, npt.NDArray[np.uint64]]:
 _LIVE: weakref.WeakSet[ExpertStream] = weakref.WeakSet()
 
 
+def _live() -> list[ExpertStream]:
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread loads or closes a model
+            return list(_LIVE)
+
+
 def untouched_slot_bytes() -> int:
     """Slots of all streams of this process that are reserved and hold nothing yet."""
     total = 0
-    for stream in list(_LIVE):
+    for stream in _live():
         with contextlib.suppress(FlashMoEError):  # it was closed meanwhile
             stats = stream.stats()
             total += stats.slot_bytes - stats.resident_bytes
@@ -212,14 +218,22 @@ class ExpertStream:
         if self._settings.forget:
             self._memory.forget()
         weights = self._memory.load()
-        if weights is not None:
-            self.native.load_policy_weights(weights)
-        elif policy in TRAINED:
+        if (weights is None or not self._take(weights)) and policy in TRAINED:
             raise OptionError(
                 f"policy {policy} decides nothing before it is trained for this model",
                 "record a trace, then `flashmoe train TRACE -o FILE`, then --policy-file FILE",
             )
         self.native.freeze_policy(not self._settings.learn)
+
+    def _take(self, weights: npt.NDArray[np.float32]) -> bool:
+        """False: the policy refuses what the cache directory has. OptionError for a given file."""
+        try:
+            self.native.load_policy_weights(weights)
+        except OptionError:
+            if self._settings.policy_file is not None:
+                raise
+            return False
+        return True
 
     @property
     def policy(self) -> str:
@@ -243,9 +257,14 @@ class ExpertStream:
             if counts.n_bound
         ]
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a child that was forked after loading."""
+        return os.getpid() != self._process
+
     def check_process(self) -> None:
         """Raises FlashMoEError in a child that was forked after loading: threads do not follow."""
-        if os.getpid() != self._process:
+        if self.is_forked:
             raise FlashMoEError(
                 "the model was loaded before this process was forked",
                 "load it in the child, or start children with the spawn method",
@@ -305,11 +324,21 @@ class ExpertStream:
             memory.save(weights)
 
     def close(self) -> None:
-        """Waits for reads in flight and frees the cache. Keeps the last routing for next time."""
+        """Waits for reads in flight and frees the cache. Keeps the last routing for next time.
+
+        In a forked child nothing is kept or freed: the threads that would have to end are not
+        there.
+        Raises TraceError when the policy file that the user gave cannot be written.
+        """
         _LIVE.discard(self)
+        if self.is_forked:
+            self.native.forget()
+            return
         gauge, self._gauge = self._gauge, None
-        if gauge is not None:
-            gauge.close()
-            if self._settings.learn:
-                self._keep()
-        self.native.close()
+        try:
+            if gauge is not None:
+                gauge.close()
+                if self._settings.learn:
+                    self._keep()
+        finally:
+            self.native.close()

@@ -207,8 +207,11 @@ class NativeStream:
         )
 
     def resize(self, slots: Sequence[int]) -> None:
-        """Uses so many slots of each group from now on, no more than at the start."""
-        self._check(self._lib.fm_stream_resize(self._stream, list(slots)))
+        """Uses so many slots of each group from now on, no more than at the start. Any thread may
+        ask, also while closing.
+        """
+        with self._alive():
+            self._check(self._lib.fm_stream_resize(self._stream, list(slots)))
 
     def start_window(self, k: int, n_tokens: int) -> None:
         """Remembers the routing of the last decoded tokens from now on."""
@@ -388,6 +391,10 @@ class NativeStream:
     def held(self) -> int:
         """For tests: reads that are held now."""
         return int(self._lib.fm_fault_held(self._stream))
+
+    def forget(self) -> None:
+        """Leaves everything as it is, for a forked child: the reading threads are the parent's."""
+        self._stream = self._ffi.NULL
 
     def close(self) -> None:
         """Waits for reads in flight and frees everything. Safe to call twice."""
