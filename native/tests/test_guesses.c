@@ -244,3 +244,71 @@ TEST(an_error_in_what_is_read_ahead_is_told_only_when_it_is_wanted) {
     model_verify(&model);
     model_free(&model);
 }
+
+/* Any expert may be next, and nothing is sure to stay. */
+static void predict_any(struct fm_predictor *p, int32_t group, float *probability) {
+    static uint32_t draw; /* under the stream's lock */
+    (void)p, (void)group;
+    for (int e = 0; e < blocks.n_expert; e++) {
+        draw = draw * 1664525u + 1013904223u;
+        probability[e] = draw >> 30 == 0 ? 0.95f : 0.05f;
+    }
+}
+
+static const struct fm_predictor_type any = {
+    .name = "any",
+    .create = create_sure,
+    .destroy = destroy_sure,
+    .observe = observe_nothing,
+    .predict = predict_any,
+};
+
+static void *compute_tokens(void *arg) {
+    struct model *model = arg;
+    static atomic_uint seeds;
+    uint32_t draw = atomic_fetch_add(&seeds, 1) * 77777u + 1u;
+    for (int token = 0; token < 150; token++) {
+        for (int group = 0; group < 2; group++) {
+            draw = draw * 1664525u + 1013904223u;
+            const int32_t first = (int32_t)(draw >> 16) % 8;
+            const int32_t ids[] = {first, (first + 1 + (int32_t)(draw >> 24) % 7) % 8};
+            for (int part = 0; part < 3; part++) {
+                struct pass pass;
+                pass_begin(&pass, model, group, part, ids, 2, 1, 1);
+                for (int i = 0; i < pass.n; i++) {
+                    pass_acquire(&pass, i); /* the right bytes, whoever guesses what meanwhile */
+                    pass_release(&pass, i);
+                }
+            }
+        }
+    }
+    return NULL;
+}
+
+TEST(contexts_that_guess_for_each_other_get_the_right_bytes) {
+    struct model model;
+    const struct fm_options options = options_for(2, 4);
+    model_create(&model, &blocks, &options);
+    model_start(&model, 4, "lru");
+    CHECK_EQUAL(fm_lookahead_start(model.stream, &any, 2, false), FM_OK);
+    compute_tokens(&model); /* alone first: contexts in turn hide in which order the parts come */
+    CHECK(model_stats(&model).guesses > 0);
+    pthread_t threads[3];
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQUAL(pthread_create(&threads[i], NULL, compute_tokens, &model), 0);
+    }
+    for (int i = 0; i < 150; i++) {
+        const int32_t n_slots[] = {i % 5, (i * 3 + 1) % 5};
+        CHECK_EQUAL(fm_stream_resize(model.stream, n_slots), FM_OK);
+        model_verify(&model);
+    }
+    const int32_t all[] = {4, 4};
+    CHECK_EQUAL(fm_stream_resize(model.stream, all), FM_OK);
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQUAL(pthread_join(threads[i], NULL), 0);
+    }
+    model_verify(&model);
+    struct fm_error error;
+    CHECK_EQUAL(fm_stream_take_error(model.stream, &error), 0);
+    model_free(&model);
+}
