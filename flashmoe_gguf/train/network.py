@@ -29,7 +29,7 @@ _PATIENCE = 8  # epochs without progress on the held-out sequences
 Progress = Callable[[int, int, float], None]  # epochs done, at most, loss on held-out sequences
 
 
-class Networks(nn.Module):
+class Networks(nn.Module):  # type: ignore[misc,unused-ignore]
     """One network per layer; `forward` takes [n_layers, n, 2] and gives [n_layers, n]."""
 
     def __init__(self, n_layers: int, generator: torch.Generator) -> None:
