@@ -46,6 +46,12 @@ class Head:
     n_keys: int | None = None
     n_rows: int | None = None
 
+    def copy(self) -> Head:
+        """Another that can be changed; several times as fast as copy.deepcopy."""
+        keys = [Key(key.name, key.kind, key.value) for key in self.keys]
+        rows = [Row(row.name, list(row.shape), row.ggml_type, row.offset) for row in self.rows]
+        return Head(self.version, keys, rows, self.n_keys, self.n_rows)
+
     def to_bytes(self) -> bytes:
         parts = [
             b"GGUF",

@@ -75,7 +75,7 @@ def _change_file(rng: random.Random, data: bytes, other: Seed) -> bytes:
     tail = data[start:]
     fields = rng.random() < 0.75
     if fields:
-        head = copy.deepcopy(old)
+        head = old.copy()
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             rng.choice(_FIELD_CHANGES)(rng, head, _parsed(other.files[0][1])[0])
         nbytes = head.repair() if rng.random() < 0.7 else None
@@ -95,7 +95,8 @@ def _change_file(rng: random.Random, data: bytes, other: Seed) -> bytes:
 
 def _change_stored_header(rng: random.Random, data: bytes) -> bytes:
     """The copy of its source's header that a packed file carries; at times with a right sum."""
-    head, start = copy.deepcopy(_parsed(data)[0]), _parsed(data)[1]
+    old, start = _parsed(data)
+    head = old.copy()
     row = next(r for r in head.rows if r.name == _STORED)
     at, length = start + row.offset, row.shape[0]
     stored = data[at : at + length]

@@ -8,6 +8,7 @@ replaced from the next model on. The exit code is 1 if anything is found.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import mmap
 import os
@@ -48,12 +49,45 @@ class Findings:
 
 @dataclass
 class Child:
-    """One child, the model it was seen at last, and for how long: see `_Clock`."""
+    """One child, the model it was seen at last, and for how long: see `_counted`."""
 
     number: int
     pid: int
     seen: tuple[int, int] = (0, 0)
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    def look(self, at: tuple[int, int], passed: float) -> bool:
+        """Add `passed` seconds to what it spends on model `at`; returns whether it hangs."""
+        if at != self.seen:
+            self.seen, self.seconds, self.cpu_seconds = at, 0.0, 0.0
+        elif self.seconds <= 1.0:
+            self.seconds += passed
+        else:
+            states, cpu_seconds = _threads(self.pid)
+            self.seconds += _counted(
+                states, cpu_seconds - (self.cpu_seconds or cpu_seconds), passed
+            )
+            self.cpu_seconds = cpu_seconds
+        return self.seconds > HANG_SECONDS
+
+
+def _counted(states: str, computed: float, passed: float) -> float:
+    """How much of `passed` seconds counts for a child whose threads are in `states` (proc(5)).
+
+    What it `computed`; and waiting too, but not for a processor, nor stopped by a signal.
+    """
+    return computed if set(states) & set("RTt") else max(passed, computed)
+
+
+def _threads(pid: int) -> tuple[str, float]:
+    """The states of a process's threads, and the CPU time of all; nothing if it has ended."""
+    fields: list[list[str]] = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            fields.append(stat.read_text().rpartition(")")[2].split())
+    ticks = sum(int(ticks) for field in fields for ticks in field[11:13])
+    return "".join(field[0] for field in fields), ticks / os.sysconf("SC_CLK_TCK")
 
 
 class _Clock:
@@ -152,10 +186,10 @@ def last_words(run: Run, index: int) -> str:
         _, model = run.model(index, run.work / "again")
         target.load(model, verbose=True)
 
-    pid, clock, waited = _fork(again, log), _Clock(), 0.0
+    pid, clock = _fork(again, log), _Clock()
+    child = Child(0, pid)
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
-        waited += clock.wait()
-        if waited > HANG_SECONDS:
+        if child.look((0, 0), clock.wait()):
             os.kill(pid, signal.SIGKILL)
     lines = log.read_text(errors="replace").splitlines()
     told = [line for line in lines if re.search(r"GGML_A|terminate|what\(\)|fatal error", line)]
@@ -186,9 +220,7 @@ def supervise(run: Run, findings: Findings) -> None:
         passed = clock.wait()
         for child in list(children):
             at = _SLOT.unpack_from(slots, child.number * _SLOT.size)
-            child.seconds = child.seconds + passed if at == child.seen else 0.0
-            child.seen = at
-            hung = child.seconds > HANG_SECONDS
+            hung = child.look(at, passed)
             if hung:
                 os.kill(child.pid, signal.SIGKILL)
             pid, status = os.waitpid(child.pid, 0 if hung else os.WNOHANG)
@@ -248,7 +280,9 @@ def main() -> int:
             _keep(run, findings, kinds, options.keep)
     for what, count in sorted(tally.items()):
         print(f"{count:9,} {what}")
-    print(f"{len(kinds)} kinds of answers; {time.monotonic() - began:.0f} s")
+    cpu_seconds = sum(os.times()[:4])
+    print(f"{len(kinds)} kinds of answers")
+    print(f"{time.monotonic() - began:.0f} s, {cpu_seconds:.0f} s of CPU time, {jobs} at a time")
     return _report(findings, options.seed)
 
 

@@ -7,7 +7,6 @@ refuses is fine. The exit code is 1 if a child died.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import random
@@ -109,7 +108,7 @@ def tensors(model: bytes) -> Iterator[Case]:
 
 def _tensor_case(head: Head, what: str, indices: list[int], ggml_type: int | None) -> Case:
     def write(path: Path) -> Path:
-        new = copy.deepcopy(head)
+        new = head.copy()
         for i in indices:
             new.rows[i].ggml_type = ggml_type or 0
         if ggml_type is None:
