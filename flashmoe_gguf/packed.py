@@ -7,6 +7,7 @@ finds parts, blocks and checksums, for everything that reads experts.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ PREFIX = "flashmoe."
 
 _I8, _I64 = 24, 27
 _ALIGN = 4096
+_FINGERPRINT = re.compile("[0-9a-f]{32}")  # XXH3-128
 _COLUMNS = {
     "tensor": str,
     "type": int,
@@ -94,7 +96,10 @@ def read_packed(header: Header) -> PackedInfo | None:
         raise _error(header, f"flashmoe.sums does not hold {n_sums} checksums")
     fingerprint = header.metadata.get("flashmoe.source.fingerprint")
     files = header.metadata.get("flashmoe.source.files")
-    if not isinstance(fingerprint, str) or not isinstance(files, tuple):
+    # Files are named after it, so that no other text may pass.
+    if not isinstance(fingerprint, str) or not _FINGERPRINT.fullmatch(fingerprint):
+        raise _error(header, "flashmoe.source.fingerprint is missing or no fingerprint")
+    if not isinstance(files, tuple):
         raise _error(header, "it does not say what it was packed from")
     return PackedInfo(
         VERSION,

@@ -39,6 +39,18 @@ def source(tmp_path: Path, tiny_model: Callable[[str], Path]) -> Path:
     return path
 
 
+@pytest.mark.parametrize("mark", [b"../" * 10 + b"up", b"A" * 32, b"a" * 31 + b"\0"])
+def test_a_fingerprint_that_is_none(mark: bytes, source: Path, tmp_path: Path) -> None:
+    """Files of the cache are named after it, so a damaged one is refused before that."""
+    out = tmp_path / "packed.gguf"
+    pack_model(source, out)
+    packed = read_geometry(out).packed
+    assert packed is not None
+    out.write_bytes(out.read_bytes().replace(packed.fingerprint.encode(), mark))
+    with pytest.raises(ModelFileError, match="source.fingerprint is missing or no fingerprint"):
+        read_geometry(out)
+
+
 @pytest.mark.parametrize("kind", tiny_models.KINDS)
 def test_every_kind_comes_back(
     kind: str, tmp_path: Path, tiny_model: Callable[[str], Path]

@@ -10,9 +10,11 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 from flashmoe_gguf.cli.inspect import inspect
 from flashmoe_gguf.errors import FlashMoEError
+from flashmoe_gguf.gguf import Shard, TensorInfo, Value, shards
 from flashmoe_gguf.pack import pack_model, unpack_model, verify_model
 
 MAX_CPU_SECONDS = 2.0
@@ -41,6 +43,11 @@ def examine(model: Path, work: Path) -> dict[str, str]:
 
     Any other exception, and a wrong answer, is let through. `work` is emptied.
     """
+    with _parsed_once(model.parent):
+        return _examine(model, work)
+
+
+def _examine(model: Path, work: Path) -> dict[str, str]:
     shutil.rmtree(work, ignore_errors=True)
     (work / "back").mkdir(parents=True)
     out = work / "out.gguf"
@@ -71,6 +78,39 @@ def examine(model: Path, work: Path) -> dict[str, str]:
     step("verify", lambda: verify_model(model, n_threads=1))
     step("unpack", lambda: unpack_model(model, work / "back", force=True))
     return results
+
+
+@contextlib.contextmanager
+def _parsed_once(folder: Path) -> Iterator[None]:
+    """Every step reads the same headers in `folder`: the reader's answer is kept meanwhile.
+
+    What is asked of it a second time is a third of the work of all steps. Files elsewhere, such
+    as those just packed, are read each time.
+    """
+    read = shards.read_file
+    answers: dict[tuple[Path, int], tuple[Shard, dict[str, Value], list[TensorInfo]]] = {}
+    refusals: dict[tuple[Path, int], FlashMoEError] = {}
+
+    def read_once(path: Path, number: int) -> tuple[Shard, dict[str, Value], list[TensorInfo]]:
+        if path.parent != folder:
+            return read(path, number)
+        which = path, number
+        if which in refusals:
+            raise type(refusals[which])(refusals[which].message, refusals[which].hint)
+        if which not in answers:
+            try:
+                answers[which] = read(path, number)
+            except FlashMoEError as error:
+                refusals[which] = error
+                raise
+        shard, metadata, tensors = answers[which]
+        return shard, dict(metadata), list(tensors)  # callers add to them
+
+    shards.read_file = read_once
+    try:
+        yield
+    finally:
+        shards.read_file = read
 
 
 def _check_round_trip(model: Path, out: Path, back: Path) -> None:
@@ -113,11 +153,15 @@ def load(model: Path, *, verbose: bool = False) -> str:
     """Load with llama.cpp: "passes" or the message of a typed error."""
     from flashmoe_gguf import Llama
 
-    try:
-        llm = Llama(str(model), n_slots=2, n_ctx=64, n_batch=32, n_threads=1, verbose=verbose)
-    except FlashMoEError as error:
-        return error.message
-    llm.close()
+    # What is learned of one model must not reach the next, nor the user's own.
+    cache = model.parent.with_name("cache")
+    shutil.rmtree(cache, ignore_errors=True)
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(cache)):
+        try:
+            llm = Llama(str(model), n_slots=2, n_ctx=64, n_batch=32, n_threads=1, verbose=verbose)
+        except FlashMoEError as error:
+            return error.message
+        llm.close()
     return "passes"
 
 
