@@ -47,7 +47,7 @@ def test_a_fingerprint_that_is_none(mark: bytes, source: Path, tmp_path: Path) -
     packed = read_geometry(out).packed
     assert packed is not None
     out.write_bytes(out.read_bytes().replace(packed.fingerprint.encode(), mark))
-    with pytest.raises(ModelFileError, match="source.fingerprint is missing or no fingerprint"):
+    with pytest.raises(ModelFileError, match="missing or no fingerprint"):
         read_geometry(out)
 
 
