@@ -25,6 +25,7 @@ from flashmoe_gguf.store import Geometry
 _KEY_LENGTH = "attention.key_length"
 _WINDOW = "attention.sliding_window"
 _INDEXERS = "attention.indexer.types"
+_RATIOS = "attention.compress_ratios"
 
 # Types that no matrix product of ggml-cpu takes: without vec_dot in ggml-cpu.c.
 NO_KERNEL = frozenset({"F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K"})
@@ -67,6 +68,7 @@ LATENT = _names("deepseek2 mistral4 deepseek32 glm-dsa dots3note hy_v4")
 # Numbers that must not be 0, and are not checked.
 _DIVISORS = {
     "afmoe": (_WINDOW,),
+    "deepseek4": ("attention.output_group_count",),
     "qwen3next": ("full_attention_interval", "ssm.group_count"),
     "qwen35moe": ("full_attention_interval", "ssm.group_count"),
     "qwen4exp": ("full_attention_interval", "ssm.group_count"),
@@ -186,6 +188,8 @@ def check_numbers(header: Header, n_layer: int) -> None:
             raise _error(header, key, "is 0")
     if header.architecture == "afmoe" and header.get(_WINDOW) is None:
         raise _error(header, _WINDOW, "is missing")
+    if header.architecture == "deepseek4":
+        _check_ratios(header, n_layer)
     if header.architecture == "dots3note":
         windows, full = header.get(f"{_WINDOW}_pattern"), header.get(_INDEXERS)
         if not isinstance(windows, tuple) or not isinstance(full, tuple):
@@ -193,6 +197,22 @@ def check_numbers(header: Header, n_layer: int) -> None:
         for layer in range(n_layer):
             if layer >= len(windows) or not (windows[layer] or any(full[layer : layer + 1])):
                 raise _error(header, _INDEXERS, f"has no indexer for layer {layer}")
+
+
+def _check_ratios(header: Header, n_layer: int) -> None:
+    """Some layer of deepseek4 compresses by 4, as its indexer's cache has those layers alone, and
+    one by 128 where keys are as wide as the indexer's: an empty cache divides by 0 (the rotation
+    in llama-kv-cache.cpp, which is forced for the indexer's width).
+    """
+    ratios = header.get(_RATIOS)
+    if not isinstance(ratios, tuple):
+        return  # as llama.cpp says itself
+    wanted = [4]
+    if header.get(_KEY_LENGTH) == header.get("attention.indexer.key_length"):
+        wanted.append(128)
+    for ratio in wanted:
+        if ratio not in ratios[:n_layer]:
+            raise _error(header, _RATIOS, f"has no layer with {ratio}")
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ NUMBERS = [
     ("qwen3next", "ssm.group_count", 0, "ssm.group_count is 0"),
     ("qwen3next", "full_attention_interval", 0, "full_attention_interval is 0"),
     ("granitehybrid", "ssm.group_count", 0, "ssm.group_count is 0"),
+    ("deepseek4", "attention.output_group_count", 0, "output_group_count is 0"),
 ]
 
 
@@ -161,6 +162,28 @@ def test_a_type_that_no_kernel_takes(
     pack_model(path, packed)
     with pytest.raises(UnsupportedModelError, match=f"{tensor} is {kind}"):
         check_loadable(read_geometry(packed))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "key_length", "ratio"),
+    [((0, 0, 128), 512, 4), ((0, 0, 0), 512, 4), ((0, 4, 4), 64, 128), ((0, 128, 0, 4), 64, 4)],
+)
+def test_compression_without_which_a_cache_of_deepseek4_is_empty(
+    ratios: tuple[int, ...], key_length: int, ratio: int
+) -> None:
+    def check(ratios: tuple[int, ...]) -> None:
+        numbers: dict[str, Value] = {
+            "attention.compress_ratios": ratios,
+            "attention.key_length": key_length,
+            "attention.indexer.key_length": 64,
+        }
+        metadata: dict[str, Value] = {"general.architecture": "deepseek4"}
+        metadata |= {f"deepseek4.{key}": value for key, value in numbers.items()}
+        check_numbers(Header(Path("m.gguf"), (), metadata, ()), 3)
+
+    check((0, 4, 128))
+    with pytest.raises(ModelFileError, match=f"compress_ratios has no layer with {ratio} "):
+        check(ratios)
 
 
 @pytest.mark.parametrize("counts", [(2, 0, 2), (2, 3, 2), (0, 2, 2)])

@@ -23,7 +23,7 @@ import tiny_models
 from flashmoe_gguf.errors import FlashMoEError
 from flashmoe_gguf.gguf import GGML_TYPES, read_header
 from flashmoe_gguf.shapes import check_heads, check_loadable, check_numbers, check_top_k
-from flashmoe_gguf.store import read_geometry
+from flashmoe_gguf.store import _MAX_EXPERTS, _count, _layer_top_k, read_geometry
 from fuzz import target
 from fuzz.gguf_head import Head, padded, parse
 from fuzz.headers import decode, reserve
@@ -132,7 +132,9 @@ def check_numbers_alone(path: Path) -> None:
     widths = header.get("feed_forward_length")
     if geometry.architecture.startswith("nemotron_h") and isinstance(widths, tuple):
         routed = [i for i, width in enumerate(widths[:n_layer]) if width]
-    check_top_k(header, geometry.layer_top_k or (0,), routed)
+    # A header without tensors has no experts yet, so that its geometry has no top_k either.
+    n_expert = _count(header, "expert_count", range(1, _MAX_EXPERTS + 1))
+    check_top_k(header, _layer_top_k(header, geometry.n_layer, n_expert), routed)
     check_numbers(header, n_layer)
     check_heads(header, geometry.n_layer)
 
