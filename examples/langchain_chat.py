@@ -22,7 +22,7 @@ llm = ChatOpenAI(
     max_tokens=64,
     timeout=600,
 )
-print(llm.invoke("What is the capital of Italy?").content)
+print(llm.invoke("What is the capital of England?").content)
 print("".join(str(chunk.content) for chunk in llm.stream("Count to three.")))
 shaped = llm.with_structured_output(Answer, method="json_schema")
-print(shaped.invoke("What is the capital of Italy?"))
+print(shaped.invoke("What is the capital of England?"))

@@ -194,12 +194,12 @@ def test_ctrl_c_at_the_prompt_twice_leaves(replay: Path) -> None:
 
 
 @pytest.mark.embedded
-def test_the_embedded_model_knows_rome(embedded_model: Path) -> None:
+def test_the_embedded_model_knows_london(embedded_model: Path) -> None:
     result = flashmoe(
-        "chat", embedded_model, "-n", "40", *GREEDY, stdin="What is the capital of Italy?\n"
+        "chat", embedded_model, "-n", "40", *GREEDY, stdin="What is the capital of England?\n"
     )
     assert result.exit_code == 0
-    assert "Rome" in result.stdout
+    assert "London" in result.stdout
 
 
 def test_replay_answers_are_what_the_tests_think(answer: str) -> None:

@@ -50,7 +50,7 @@ def test_same_output(replay: Path) -> None:
     result = flashmoe("demo", "-t", "1")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0] == "> What is the capital of Italy?"
+    assert lines[0] == "> What is the capital of England?"
     assert len(lines[1]) == 64 and lines[1] in replay_text(0, 300)
     verdict = r"yes \(64 tokens, all logits bit for bit\)"
     assert lines_like("\n".join(lines[3:]), table(4, 8, verdict)), result.stdout
@@ -108,5 +108,5 @@ def test_peak_memory_is_this_process_own(tmp_path: Path) -> None:
 def test_the_embedded_model(embedded_model: Path) -> None:
     result = flashmoe("demo", "-t", "1")
     assert result.exit_code == 0, result.output
-    assert "Rome" in result.stdout
+    assert "London" in result.stdout
     assert "same output: yes" in result.stdout

@@ -302,7 +302,7 @@ def test_a_source_of_another_architecture_is_refused(tiny_dense: Path, tmp_path:
 def test_the_prompts_are_distinct_lines() -> None:
     lines = prompts()
     assert len(lines) == len(set(lines)) >= 100
-    assert "What is the capital of Italy?" not in lines  # the demo's question is held out
+    assert "What is the capital of England?" not in lines  # the demo's question is held out
 
 
 # ---- the cache ----
@@ -463,12 +463,12 @@ def test_the_embedded_model_is_what_was_recorded(embedded_model: Path) -> None:
 
 
 @pytest.mark.embedded
-def test_plain_llama_cpp_knows_rome(embedded_model: Path) -> None:
+def test_plain_llama_cpp_knows_london(embedded_model: Path) -> None:
     # not repacked: this llama.cpp's own repacking for AMX ends the process on some machines
     llama = plain_llama("patched", without_repacking)
     llm = llama(str(embedded_model), n_ctx=256, n_threads=2, verbose=False)
-    question = {"role": "user", "content": "What is the capital of Italy?"}
+    question = {"role": "user", "content": "What is the capital of England?"}
     answer = llm.create_chat_completion([question], max_tokens=40, temperature=0)
     llm.close()
-    assert "Rome" in answer["choices"][0]["message"]["content"]
+    assert "London" in answer["choices"][0]["message"]["content"]
     assert answer["choices"][0]["finish_reason"] == "stop"

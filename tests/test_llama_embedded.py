@@ -15,7 +15,7 @@ from flashmoe_gguf import Llama
 
 pytestmark = pytest.mark.embedded
 
-QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of England?"}]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def llm(embedded_model: Path) -> Iterator[Any]:
 
 def test_chat_answers(llm: Any) -> None:
     answer = llm.create_chat_completion(QUESTION, temperature=0, max_tokens=32)
-    assert "Rome" in answer["choices"][0]["message"]["content"]
+    assert "London" in answer["choices"][0]["message"]["content"]
     assert llm.is_streamed and llm.stats().bytes_read > 0
 
 
@@ -57,7 +57,7 @@ def test_a_grammar_is_kept_to(llm: Any) -> None:
 
 def test_log_probabilities(llm: Any) -> None:
     answer = llm.create_completion(
-        "The capital of Italy is", max_tokens=3, temperature=0, logprobs=4
+        "The capital of England is", max_tokens=3, temperature=0, logprobs=4
     )
     found = answer["choices"][0]["logprobs"]
     assert len(found["tokens"]) == 3

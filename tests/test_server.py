@@ -61,7 +61,7 @@ def test_streaming_gives_the_same_text(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "reason"), [("Hello there", "length"), ("what is the capital of Italy?", "stop")]
+    ("question", "reason"), [("Hello there", "length"), ("what is the capital of England?", "stop")]
 )
 def test_usage_at_the_end_of_a_stream(server: Running, question: str, reason: str) -> None:
     messages = [{"role": "user", "content": question}]
@@ -299,10 +299,10 @@ def test_a_model_that_cannot_be_loaded_any_more(chat_model: Path, tmp_path: Path
 @pytest.mark.embedded
 def test_the_embedded_model_answers(embedded_model: Path) -> None:
     """English in, English out, through the whole of it."""
-    question = [{"role": "user", "content": "What is the capital of Italy?"}]
+    question = [{"role": "user", "content": "What is the capital of England?"}]
     with running(embedded_model, n_slots=16, n_ctx=1024) as server:
         answer = server.chat(messages=question, max_tokens=32)
-        assert "Rome" in content(answer)
+        assert "London" in content(answer)
         lines = server.events(CHAT, messages=question, temperature=0, max_tokens=32)
         assert text_of(lines) == content(answer)
         assert server.stats()["cache"]["bytes_read"] > 0

@@ -15,7 +15,7 @@ from flashmoe_gguf.cli.progress import Activity, State, format_rate
 from flashmoe_gguf.cli.screen import Screen, count, format_table
 from flashmoe_gguf.store import Geometry, read_geometry
 
-QUESTION = "What is the capital of Italy?"
+QUESTION = "What is the capital of England?"
 _MAX_TOKENS = 64
 
 

@@ -64,7 +64,7 @@ def run(
     \b
     Examples:
       flashmoe run model.gguf -p "Once upon a time" -n 100
-      flashmoe run model.gguf --ram 8G --chat -p "What is the capital of Italy?"
+      flashmoe run model.gguf --ram 8G --chat -p "What is the capital of England?"
       git diff | flashmoe run model.gguf --chat --system "Review this." -f -
     """
     given = [value for value in (prompt, file, tokens) if value is not None]
