@@ -27,11 +27,13 @@ from flashmoe_gguf.budget import (
     kv_bytes_at_least,
     parse_ram,
 )
+from flashmoe_gguf.devices import keep_experts_on_host
 from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
 from flashmoe_gguf.governor import Governor
 from flashmoe_gguf.host import default_budget, process_memory
 from flashmoe_gguf.llama_log import collected_errors
 from flashmoe_gguf.quotas import planned
+from flashmoe_gguf.placement import Placement, place_model
 from flashmoe_gguf.recording import Recording, used_experts
 from flashmoe_gguf.settings import StreamSettings
 from flashmoe_gguf.shapes import check_loadable
@@ -87,6 +89,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     - n_ubatch: also "auto": 512, or more where reading experts for a prompt takes longer than
       computing it. Results are those of llama.cpp with the same number.
     - progress: called with 0..1 while dense weights load; what it raises ends the loading.
+    - n_gpu_layers: as in llama_cpp, and "auto": as many layers as fit. Their dense weights and KV
+      cache go to the devices, routed experts are streamed all the same.
 
     A model without routed experts is loaded as llama_cpp does; `is_streamed` says which it was.
     Weights are not repacked (`use_extra_bufts` is off), so that logits equal those of stock
@@ -130,6 +134,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         self._parts_per_pass = 0
         self._plan: Plan | None = None
         self._stream = stream
+        self._placement: Placement | None = None
         self._settings = StreamSettings(
             ram=ram,
             n_slots=n_slots,
@@ -152,8 +157,12 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         self._settings.check()
         self.geometry: Geometry = read_geometry(model_path)
         check_loadable(self.geometry)
+        streams = stream and self.geometry.is_moe and not kwargs.get("vocab_only")
+        self._placement = place_model(llama_cpp, self.geometry, kwargs, with_experts=not streams)
+        if self._placement is not None:
+            kwargs = {**kwargs, "n_gpu_layers": self._placement.n_layers}
         try:
-            if stream and self.geometry.is_moe and not kwargs.get("vocab_only"):
+            if streams:
                 refuse_unstreamable(kwargs)
                 with _one_at_a_time:  # what a load takes is measured by what the process grows
                     self._load_streamed(str(model_path), kwargs)
@@ -194,10 +203,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         self._experts = ExpertStream(self.geometry, settings)
         header, n_ctx = self.geometry.header, kwargs.get("n_ctx", 512)
         quantized = kwargs.get("type_k") is not None or kwargs.get("type_v") is not None
+        placement = self._placement
+        dense = self.geometry.dense_bytes if placement is None else placement.host_dense
+        kv = kv_bytes_at_least(header, n_ctx) if placement is None else placement.host_kv
         fixed = Fixed(
             process=process_bytes,
-            dense=self.geometry.dense_bytes,
-            context=0 if quantized else kv_bytes_at_least(header, n_ctx),
+            dense=dense,
+            context=0 if quantized else kv,
             ring=self._experts.stats().ring_bytes,
         )
         if kwargs.get("n_ubatch") == "auto":
@@ -339,6 +351,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     @model_params.setter
     def model_params(self, params: Any) -> None:
         params.use_extra_bufts = False
+        if self._placement is not None and self._experts is not None:
+            keep_experts_on_host(llama_cpp, params)
         if self._progress is not None:
             params.progress_callback = _progress_callback(weakref.ref(self))
         self._model_params = params
@@ -387,6 +401,11 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     def plan(self) -> Plan | None:
         """How the budget was spent; None when the model is not streamed."""
         return self._plan
+
+    @property
+    def placement(self) -> Placement | None:
+        """What is on devices; None when nothing was asked for."""
+        return self._placement
 
     def stats(self) -> Stats | None:
         """The cache's counters; None when the model is not streamed."""

@@ -1,0 +1,298 @@
+"""A device without a GPU: llama.cpp's RPC server on this machine, and a program that uses it.
+
+The server computes on the processor, but to llama.cpp it is a device like any other: its buffers
+are no host memory, tensors are copied to and from it. A process that has found it keeps it for
+good, so what uses it runs in a child: `run()` does that, and this file is the child's program.
+It needs libraries built with GGML_RPC=ON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import scenarios
+
+LEAST_ROWS = 32  # ggml-cuda.cu, ggml-vulkan.cpp: batches from here on are worth an upload
+
+# ggml-backend-impl.h: place in struct ggml_backend_device_i
+_OFFLOAD_OP = 11
+
+
+class Tensor(ctypes.Structure):
+    """ggml.h, struct ggml_tensor"""
+
+
+Tensor._fields_ = [
+    ("type", ctypes.c_int),
+    ("buffer", ctypes.c_void_p),
+    ("ne", ctypes.c_int64 * 4),
+    ("nb", ctypes.c_size_t * 4),
+    ("op", ctypes.c_int),
+    ("op_params", ctypes.c_int32 * 16),
+    ("flags", ctypes.c_int32),
+    ("src", ctypes.POINTER(Tensor) * 10),
+    ("view_src", ctypes.POINTER(Tensor)),
+    ("view_offs", ctypes.c_size_t),
+    ("data", ctypes.c_void_p),
+    ("name", ctypes.c_char * 64),
+]
+
+
+def function(lib: Any, name: str, result: Any, *arguments: Any) -> Any:
+    found = lib[name]
+    found.restype, found.argtypes = result, list(arguments)
+    return found
+
+
+def buffer_type(lib: Any, tensor: Tensor) -> str:
+    """The name of the buffer type that a tensor's data is in."""
+    get_type = function(lib, "ggml_backend_buffer_get_type", ctypes.c_void_p, ctypes.c_void_p)
+    get_name = function(lib, "ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
+    return str(get_name(get_type(tensor.buffer)).decode())
+
+
+def is_expert_matmul(lib: Any, tensor: Tensor) -> bool:
+    return bool(
+        function(lib, "ggml_op_name", ctypes.c_char_p, ctypes.c_int)(tensor.op) == b"MUL_MAT_ID"
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load of the model and what it is asked. `options` as for `Llama`; `steps`: how many
+    tokens are evaluated at once, one after the other, then `n_greedy` single ones. `watch`: note
+    where each expert matmul has its weights. `parallel`: let llama.cpp compute ubatches in parallel
+    on several devices, which ours otherwise does not.
+    """
+
+    name: str
+    options: dict[str, Any]
+    steps: Sequence[int] = (512,)
+    n_greedy: int = 0
+    watch: bool = False
+    parallel: bool = False
+
+
+def run(
+    folder: Path,
+    libraries: str,
+    port: int | None,
+    model: Path,
+    runs: Sequence[Run],
+    *,
+    offload: bool = False,
+) -> dict[str, Any]:
+    """Logits by run, [1 + n_greedy, n_vocab] of the last tokens; `NAME.seen`, `NAME.said`.
+
+    `offload`: the device says about large batches that it wants them, as GPUs do.
+    """
+    request = {
+        "libraries": libraries,
+        "port": port,
+        "model": str(model),
+        "runs": [vars(r) for r in runs],
+        "offload": offload,
+    }
+    out = folder / f"{libraries}.npz"
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__)), str(out)],
+        input=json.dumps(request, default=list).encode(),
+        capture_output=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr.decode(errors="replace")[-3000:])
+    with np.load(out) as data:
+        arrays = dict(data)
+    for name in list(arrays):
+        if name.endswith((".seen", ".said", ".stats")):
+            arrays[name] = json.loads(str(arrays[name]))
+    return arrays
+
+
+@contextlib.contextmanager
+def serving(n_devices: int = 1) -> Iterator[int]:
+    """The port of a server that offers the processor as so many devices."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__)), "--serve", str(port), str(n_devices)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for(server, port)
+        yield port
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def _wait_for(server: subprocess.Popen[bytes], port: int) -> None:
+    """Until the server listens; it says "transport" just before."""
+    assert server.stdout is not None
+    ready, _, _ = select.select([server.stdout], [], [], 60)
+    assert ready and server.stdout.readline() == b"listening soon\n", "the RPC server did not start"
+    for _ in range(100):
+        assert server.poll() is None, "the RPC server ended"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        select.select([], [], [], 0.1)
+    raise AssertionError("the RPC server does not listen")
+
+
+def _serve(port: int, n_devices: int) -> None:
+    from flashmoe_gguf.libs import load_llama_cpp
+
+    lib = load_llama_cpp("stock").llama_cpp._lib
+    by_type = function(lib, "ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
+    devices = (ctypes.c_void_p * n_devices)(*[by_type(0)] * n_devices)
+    start = function(
+        lib,
+        "ggml_backend_rpc_start_server",
+        None,
+        *(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p),
+    )
+    print("listening soon", flush=True)
+    start(f"127.0.0.1:{port}".encode(), None, 1, n_devices, devices)
+
+
+def add_devices(lib: Any, port: int) -> list[int]:
+    """Makes the server's devices known to ggml; their handles."""
+    add = function(lib, "ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
+    reg = add(f"127.0.0.1:{port}".encode())
+    function(lib, "ggml_backend_register", None, ctypes.c_void_p)(reg)
+    count = function(lib, "ggml_backend_reg_dev_count", ctypes.c_size_t, ctypes.c_void_p)(reg)
+    get = function(
+        lib, "ggml_backend_reg_dev_get", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+    )
+    return [get(reg, i) for i in range(count)]
+
+
+def want_batches(lib: Any, devices: Sequence[int]) -> Any:
+    """Gives devices an `offload_op` like that of GPUs; keep what is returned."""
+
+    @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.POINTER(Tensor))
+    def offload_op(_device: int, op: Any) -> bool:
+        rows = op.contents.ne[2] if is_expert_matmul(lib, op.contents) else op.contents.ne[1]
+        return bool(rows >= LEAST_ROWS)
+
+    address = ctypes.cast(offload_op, ctypes.c_void_p).value
+    for device in devices:
+        (ctypes.c_void_p * (_OFFLOAD_OP + 1)).from_address(device)[_OFFLOAD_OP] = address
+    return offload_op
+
+
+class _Watch:
+    """An eval callback that notes [rows, buffer type of the weights] of expert matmuls."""
+
+    def __init__(self, llama_cpp: Any) -> None:
+        self.seen: set[tuple[int, str]] = set()
+        lib = llama_cpp.llama_cpp._lib
+
+        def look(node: int, ask: bool, _data: Any) -> bool:
+            tensor = Tensor.from_address(node)
+            if ask and is_expert_matmul(lib, tensor):
+                self.seen.add((tensor.ne[2], buffer_type(lib, tensor.src[0].contents)))
+            return not ask
+
+        self.callback = llama_cpp.ggml_backend_sched_eval_callback(look)
+
+
+def _watched(base: type, watch: _Watch) -> type:
+    class Watched(base):  # type: ignore[misc]
+        @property
+        def context_params(self) -> Any:
+            return self._params
+
+        @context_params.setter
+        def context_params(self, params: Any) -> None:
+            params.cb_eval = watch.callback
+            self._params = params
+
+    return Watched
+
+
+def _base(libraries: str) -> tuple[type, Any]:
+    """(the class that loads the model, llama_cpp)"""
+    if libraries == "patched":
+        import flashmoe_gguf.llama as ours
+
+        return ours.Llama, ours.llama_cpp
+    from flashmoe_gguf.devices import keep_experts_on_host
+    from flashmoe_gguf.libs import load_llama_cpp
+    from flashmoe_gguf.stock import plain_llama, without_repacking
+
+    llama_cpp = load_llama_cpp("stock")
+
+    def adjust(params: Any) -> None:
+        without_repacking(params)
+        keep_experts_on_host(llama_cpp, params)
+
+    return plain_llama("stock", adjust), llama_cpp
+
+
+def _evaluate(llm: Any, steps: Sequence[int], n_greedy: int) -> Any:
+    n_vocab = llm.n_vocab()
+    tokens = [int(t) for t in np.random.default_rng(7).integers(0, n_vocab, sum(steps))]
+    rows, at = [], 0
+    for n in steps:
+        llm.eval(tokens[at : at + n])
+        rows.append(scenarios.last_logits(llm))
+        at += n
+    if n_greedy:
+        rows += list(scenarios.follow(llm, [int(rows[-1].argmax())], n_greedy - 1))
+    return np.stack(rows)
+
+
+def _main(request: dict[str, Any]) -> dict[str, Any]:
+    base, llama_cpp = _base(request["libraries"])
+    lib = llama_cpp.llama_cpp._lib
+    devices = add_devices(lib, request["port"]) if request["port"] is not None else []
+    kept = want_batches(lib, devices) if request["offload"] else None
+    said: list[str] = []
+    log = llama_cpp.llama_log_callback(lambda _l, text, _d: said.append(text.decode()))
+    llama_cpp.llama_log_set(log, None)
+    arrays: dict[str, Any] = {}
+    for each in request["runs"]:
+        one = Run(**each)
+        watch = _Watch(llama_cpp) if one.watch else None
+        kind = _watched(base, watch) if watch is not None else base
+        if one.parallel:
+            import flashmoe_gguf.llama as ours
+
+            ours.keep_experts_on_host = lambda *_: None
+        said.clear()
+        llm = kind(request["model"], **{**scenarios.context_options(2), **one.options})
+        try:
+            arrays[one.name] = _evaluate(llm, one.steps, one.n_greedy)
+            if request["libraries"] == "patched":
+                llm._experts.native.verify()
+                stats = llm.stats()
+                arrays[f"{one.name}.stats"] = json.dumps([stats.lookups, stats.hits])
+        finally:
+            llm.close()
+        arrays[f"{one.name}.seen"] = json.dumps(sorted(watch.seen) if watch is not None else [])
+        arrays[f"{one.name}.said"] = json.dumps("".join(said))
+    del kept
+    return arrays
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        _serve(int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        np.savez(sys.argv[1], **_main(json.load(sys.stdin)))

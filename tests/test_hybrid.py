@@ -1,0 +1,165 @@
+"""Dense layers on a device, experts streamed on the processor's side: the logits are stock's with
+the same placement, and no expert ever leaves but through the cache.
+
+The device is llama.cpp's RPC server, see rpc_device.py; `make hybrid` builds libraries with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rpc_device
+from flashmoe_gguf.libs import library_dir
+from flashmoe_gguf.store import read_geometry
+from rpc_device import LEAST_ROWS, Run
+
+pytestmark = pytest.mark.skipif(
+    not list(library_dir("patched").glob("libggml-rpc.*")),
+    reason="the libraries were built without llama.cpp's RPC backend: make hybrid",
+)
+
+STREAMED = "FlashMoE"  # native/hooks.c: the name of the buffer type
+KINDS = ("mixed", "gptoss", "fused", "grovemoe", "deepseek2lite-like")
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with rpc_device.serving() as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def two_devices() -> Iterator[int]:
+    with rpc_device.serving(2) as port:
+        yield port
+
+
+def slot_counts(model: Path) -> dict[str, int]:
+    geometry = read_geometry(model)
+    n = geometry.n_expert
+    return {"all": n, "half": n // 2, "k": geometry.top_k, "ring only": 0}
+
+
+def test_prefill_and_decode_equal_stock(
+    port: int, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny_model("mixed")
+    options = {"n_gpu_layers": 99, "n_threads": 1, "n_threads_batch": 1}
+    long: dict[str, Any] = {"steps": (512,), "n_greedy": 128}
+    want = rpc_device.run(tmp_path, "stock", port, model, [Run("stock", options, **long)])
+    runs = [Run(k, {**options, "n_slots": n}, **long) for k, n in slot_counts(model).items()]
+    got = rpc_device.run(tmp_path, "patched", port, model, runs)
+    assert want["stock"].shape[0] == 129
+    for name in slot_counts(model):
+        assert np.array_equal(got[name], want["stock"]), name
+        assert got[f"{name}.stats"][0] > 0, "nothing was streamed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_and_number_of_layers(
+    kind: str, port: int, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Also from nothing on the device, where llama.cpp knows it all the same."""
+    model = tiny_model(kind)
+    n_slots = slot_counts(model)["half"]
+    layers = (0, 1, 2, -1)
+    short: dict[str, Any] = {"steps": (64, 3), "n_greedy": 8}
+    stock = [Run(str(n), {"n_gpu_layers": n}, **short) for n in layers]
+    ours = [
+        Run(str(n), {"n_gpu_layers": n, "n_slots": n_slots}, **short) for n in (*layers, "auto")
+    ]
+    want = rpc_device.run(tmp_path, "stock", port, model, stock)
+    got = rpc_device.run(tmp_path, "patched", port, model, ours)
+    for n in layers:
+        assert np.array_equal(got[str(n)], want[str(n)]), n
+    assert np.array_equal(got["auto"], want["-1"])
+
+
+def test_no_batch_takes_experts_to_the_device(
+    port: int, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The device wants large batches, as GPUs do. Stock copies experts to it, which shows that it
+    was asked; ours never does, whatever the batch and whether op_offload is on. The reserved range
+    cannot be read, so a copy past the cache would end the child.
+    """
+    model = tiny_model("mixed")
+    sizes = (1, LEAST_ROWS - 1, LEAST_ROWS, LEAST_ROWS + 1, 512)
+    shared: dict[str, Any] = {"steps": sizes, "n_greedy": 4}
+    stock = [Run("on", {"n_gpu_layers": 99}, watch=True, **shared)]
+    stock += [Run("off", {"n_gpu_layers": 99, "op_offload": False}, watch=True, **shared)]
+    want = rpc_device.run(tmp_path, "stock", port, model, stock, offload=True)
+    on_device = {rows for rows, buft in want["on.seen"] if buft.startswith("RPC")}
+    assert on_device == {rows for rows, _ in want["on.seen"] if rows >= LEAST_ROWS} != set()
+    assert all(buft.startswith("CPU") for _, buft in want["off.seen"])
+
+    runs = []
+    for name, n_slots in slot_counts(model).items():
+        for op_offload in (True, False):
+            options = {"n_gpu_layers": 99, "n_slots": n_slots, "op_offload": op_offload}
+            for watch in (True, False):  # a callback makes llama.cpp compute in other pieces
+                runs.append(Run(f"{name} {op_offload} {watch}", options, watch=watch, **shared))
+    got = rpc_device.run(tmp_path, "patched", port, model, runs, offload=True)
+    for each in runs:
+        assert np.array_equal(got[each.name], want["off"]), each.name
+        if each.watch:
+            assert {buft for _, buft in got[f"{each.name}.seen"]} == {STREAMED}
+            assert {rows for rows, _ in got[f"{each.name}.seen"]} >= {1, LEAST_ROWS, 256}
+
+
+def test_nothing_on_the_device_and_it_wants_batches(
+    port: int, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Without n_gpu_layers llama.cpp offloads large batches all the same: dense weights may go."""
+    model = tiny_model("mixed")
+    options = {"n_slots": slot_counts(model)["half"]}
+    runs = [
+        Run("watched", options, steps=(64, 1), watch=True),
+        Run("plain", options, steps=(64, 1)),
+    ]
+    got = rpc_device.run(tmp_path, "patched", port, model, runs, offload=True)
+    assert {buft for _, buft in got["watched.seen"]} == {STREAMED}
+    assert np.array_equal(got["watched"], got["plain"])
+
+
+def test_two_devices(two_devices: int, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tiny_model("mixed")
+    n_slots = slot_counts(model)["half"]
+    short: dict[str, Any] = {"steps": (300, 300), "n_greedy": 8}
+    ways: dict[str, dict[str, Any]] = {
+        "by memory": {"n_gpu_layers": 99},
+        "tensor_split": {"n_gpu_layers": 99, "tensor_split": [3.0, 1.0]},
+        "all on the second": {"n_gpu_layers": 99, "tensor_split": [0.0, 1.0]},
+        "main_gpu": {"n_gpu_layers": 99, "split_mode": 0, "main_gpu": 1},
+    }
+    stock = [Run(name, options, **short) for name, options in ways.items()]
+    want = rpc_device.run(tmp_path, "stock", two_devices, model, stock)
+    runs = [Run(name, {**options, "n_slots": n_slots}, **short) for name, options in ways.items()]
+    got = rpc_device.run(tmp_path, "patched", two_devices, model, runs)
+    for name in ways:
+        assert np.array_equal(got[name], want[name]), name
+        assert "pipeline parallelism enabled" not in got[f"{name}.said"]
+
+
+def test_ubatches_in_parallel_on_two_devices(
+    two_devices: int, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """llama.cpp's pipeline parallelism, which a load of ours turns off, would be right too."""
+    model = tiny_model("mixed")
+    options = {"n_gpu_layers": 99, "n_ubatch": 64}
+    shared: dict[str, Any] = {"steps": (512, 100), "n_greedy": 4}
+    stock = [Run("stock", options, **shared)]
+    want = rpc_device.run(tmp_path, "stock", two_devices, model, stock)["stock"]
+    runs = [
+        Run(name, {**options, "n_slots": n}, parallel=True, **shared)
+        for name, n in slot_counts(model).items()
+    ]
+    for offload in (False, True):
+        got = rpc_device.run(tmp_path, "patched", two_devices, model, runs, offload=offload)
+        for each in runs:
+            assert "pipeline parallelism enabled" in got[f"{each.name}.said"]
+            assert np.array_equal(got[each.name], want), each.name
