@@ -21,7 +21,7 @@ INPUTS := $(SOURCES) CMAKE_ARGS=$(CMAKE_ARGS) CC=$(CC) CXX=$(CXX) \
 	CFLAGS=$(CFLAGS) CXXFLAGS=$(CXXFLAGS) LDFLAGS=$(LDFLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz soak lint install clean FORCE
+.PHONY: help demo test fuzz soak hybrid lint install clean FORCE
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,12 @@ fuzz: install ## 100,000 damaged model files through all that reads them
 
 soak: install ## an hour of eight clients against a server: make soak MODEL=model.gguf
 	$(BIN)/python -m flashmoe_gguf.server.soak $(MODEL) --seconds 3600
+
+hybrid: install ## llama.cpp with a device that needs no GPU, and the tests of layers on a device
+	@CMAKE_ARGS="$(CMAKE_ARGS) -DGGML_RPC=ON" $(STEP) "libraries with the RPC backend" \
+		$(LOGS)/hybrid.log $(BIN)/pip install -v --no-deps --upgrade \
+		--target build/hybrid/site -C build-dir='build/hybrid/{wheel_tag}' .
+	PYTHONPATH=build/hybrid/site $(BIN)/pytest tests/test_hybrid.py
 
 lint: install ## format, lint and type checks
 	$(BIN)/ruff format --check .

@@ -32,8 +32,8 @@ from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
 from flashmoe_gguf.governor import Governor
 from flashmoe_gguf.host import default_budget, process_memory
 from flashmoe_gguf.llama_log import collected_errors
-from flashmoe_gguf.quotas import planned
 from flashmoe_gguf.placement import Placement, place_model
+from flashmoe_gguf.quotas import planned
 from flashmoe_gguf.recording import Recording, used_experts
 from flashmoe_gguf.settings import StreamSettings
 from flashmoe_gguf.shapes import check_loadable

@@ -291,8 +291,58 @@ def _main(request: dict[str, Any]) -> dict[str, Any]:
     return arrays
 
 
+def command_line(port: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`flashmoe ARGUMENTS` in a process that knows the server's devices."""
+    return subprocess.run(
+        [sys.executable, str(Path(__file__)), "--cli", str(port), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def _command_line(port: int, arguments: list[str]) -> None:
+    from flashmoe_gguf.cli import main
+    from flashmoe_gguf.libs import load_llama_cpp
+
+    libraries = load_llama_cpp("stock" if "--no-stream" in arguments else "patched")
+    add_devices(libraries.llama_cpp._lib, port)
+    sys.argv = ["flashmoe", *arguments]
+    main(prog_name="flashmoe")
+
+
+def arm(port: int, of_bench: Any) -> dict[str, Any]:
+    """What one arm of a bench reports, in a process that knows the server's devices."""
+    from flashmoe_gguf.bench.arm import to_json
+
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__)), "--arm", str(port), of_bench.kind],
+        input=to_json(of_bench).encode(),
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr.decode(errors="replace")[-2000:])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["result"]
+    return result
+
+
+def _arm(port: int, kind: str) -> int:
+    from flashmoe_gguf.bench.arm import STREAMED, main
+    from flashmoe_gguf.libs import load_llama_cpp
+
+    libraries = load_llama_cpp("patched" if kind == STREAMED else "stock")
+    add_devices(libraries.llama_cpp._lib, port)
+    return main()
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
         _serve(int(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] == "--cli":
+        _command_line(int(sys.argv[2]), sys.argv[3:])
+    elif sys.argv[1] == "--arm":
+        sys.exit(_arm(int(sys.argv[2]), sys.argv[3]))
     else:
         np.savez(sys.argv[1], **_main(json.load(sys.stdin)))

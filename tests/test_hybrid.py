@@ -6,7 +6,10 @@ The device is llama.cpp's RPC server, see rpc_device.py; `make hybrid` builds li
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 
 import rpc_device
+from flashmoe_gguf.bench.arm import STOCK, STREAMED, Arm
 from flashmoe_gguf.libs import library_dir
 from flashmoe_gguf.store import read_geometry
 from rpc_device import LEAST_ROWS, Run
@@ -23,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     reason="the libraries were built without llama.cpp's RPC backend: make hybrid",
 )
 
-STREAMED = "FlashMoE"  # native/hooks.c: the name of the buffer type
+EXPERT_BUFFER = "FlashMoE"  # native/hooks.c: the name of the buffer type
 KINDS = ("mixed", "gptoss", "fused", "grovemoe", "deepseek2lite-like")
 
 
@@ -107,7 +111,7 @@ def test_no_batch_takes_experts_to_the_device(
     for each in runs:
         assert np.array_equal(got[each.name], want["off"]), each.name
         if each.watch:
-            assert {buft for _, buft in got[f"{each.name}.seen"]} == {STREAMED}
+            assert {buft for _, buft in got[f"{each.name}.seen"]} == {EXPERT_BUFFER}
             assert {rows for rows, _ in got[f"{each.name}.seen"]} >= {1, LEAST_ROWS, 256}
 
 
@@ -122,7 +126,7 @@ def test_nothing_on_the_device_and_it_wants_batches(
         Run("plain", options, steps=(64, 1)),
     ]
     got = rpc_device.run(tmp_path, "patched", port, model, runs, offload=True)
-    assert {buft for _, buft in got["watched.seen"]} == {STREAMED}
+    assert {buft for _, buft in got["watched.seen"]} == {EXPERT_BUFFER}
     assert np.array_equal(got["watched"], got["plain"])
 
 
@@ -163,3 +167,46 @@ def test_ubatches_in_parallel_on_two_devices(
         for each in runs:
             assert "pipeline parallelism enabled" in got[f"{each.name}.said"]
             assert np.array_equal(got[each.name], want), each.name
+
+
+def test_on_the_command_line(port: int, tiny_model: Callable[[str], Path]) -> None:
+    model = str(tiny_model("mixed"))
+    shared = ("run", model, "--tokens", "1,2,3", "-n", "8", "--temp", "0", "-c", "256", "-t", "1")
+    ours = rpc_device.command_line(port, *shared, "--n-slots", "2", "--ngl", "99")
+    assert ours.returncode == 0, ours.stderr
+    assert re.search(r"device +RPC0 \(127.0.0.1:[0-9]+\), 4 of 4 layers: dense", ours.stderr)
+    stock = rpc_device.command_line(port, *shared, "--no-stream", "--ngl", "99")
+    assert stock.returncode == 0, stock.stderr
+    assert "4 of 4 layers" in stock.stderr
+    assert len(ours.stdout.split()) == 8
+    assert ours.stdout == stock.stdout
+
+
+def test_a_plan_with_the_device(port: int, tiny_model: Callable[[str], Path]) -> None:
+    model = str(tiny_model("mixed"))
+    arguments = ("plan", model, "--ram", "1G", "--disk", "1", "--memory", "10", "--json")
+    without = rpc_device.command_line(port, *arguments)
+    done = rpc_device.command_line(port, *arguments, "--ngl", "auto")
+    assert done.returncode == 0, done.stderr
+    plan, before = json.loads(done.stdout), json.loads(without.stdout)
+    share = plan["placement"]["shares"][0]
+    assert plan["placement"]["n_layers"] == 4
+    assert plan["fixed"]["dense"] + share["dense"] == before["fixed"]["dense"]
+    assert plan["fixed"]["context"] + share["kv"] <= before["fixed"]["context"]
+    assert share["device"]["free_bytes"] > 0
+
+
+def test_arms_of_a_bench(port: int, tiny_model: Callable[[str], Path]) -> None:
+    """Stock with its experts beside the device, mapped or in memory, and ours: one placement."""
+    arm = Arm(
+        "", str(tiny_model("mixed")), 12, prompt=range(40), n_ctx=64, n_ubatch=32, n_threads=1
+    )
+    rows = {}
+    for kind in (STREAMED, STOCK):
+        one = replace(arm, name=kind, kind=kind, n_gpu_layers=99, n_slots=2)
+        rows[kind] = rpc_device.arm(port, one)
+        assert rows[kind]["n_gen"] == 12
+    assert rows[STREAMED]["logits"] == rows[STOCK]["logits"]
+    assert rows[STREAMED]["lookups"] > 0
+    tried = rpc_device.arm(port, replace(arm, n_gpu_layers="auto", n_slots=0, n_gen=0))
+    assert tried["n_gpu_layers"] == 4

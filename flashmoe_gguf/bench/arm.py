@@ -22,7 +22,11 @@ import numpy as np
 import psutil
 import xxhash
 
+from flashmoe_gguf.devices import keep_experts_on_host
 from flashmoe_gguf.errors import FlashMoEError, OptionError
+from flashmoe_gguf.libs import load_llama_cpp
+from flashmoe_gguf.placement import place_model
+from flashmoe_gguf.store import read_geometry
 
 STREAMED, STOCK, STOCK_DEFAULT = "streamed", "stock", "stock-default"
 
@@ -48,6 +52,8 @@ class Arm:
       on either, but one token of n_gen is always made. None: as long as it takes.
     - ram, n_slots, policy, policy_file, io, lookahead, n_workers, request_bytes, trace: as the
       arguments of `Llama`; streamed only.
+    - n_gpu_layers: on the devices; their experts stay on the processor's side in every arm, which
+      for stock llama.cpp is --cpu-moe. "auto" is for `try_out` to resolve, and for no other.
     - cache: takes the place of the user's cache directory. An empty one: nothing that an earlier
       run has learned, of this or any other routing, reaches this one.
     """
@@ -63,6 +69,7 @@ class Arm:
     n_ctx: int = 1024
     n_ubatch: int = 128
     n_threads: int = 2
+    n_gpu_layers: int | str = 0
     kind: str = STREAMED
     ram: int | None = None
     n_slots: int | None = None
@@ -99,6 +106,7 @@ def load(arm: Arm) -> Any:
         "n_ubatch": min(arm.n_ubatch, n_batch),
         "n_threads": arm.n_threads,
         "n_threads_batch": arm.n_threads,
+        "n_gpu_layers": arm.n_gpu_layers,
         "verbose": False,
     }
     if arm.kind == STREAMED:
@@ -117,14 +125,23 @@ def load(arm: Arm) -> Any:
             trace=arm.trace,
             **options,
         )
+    return _load_stock(arm, options)
+
+
+def _load_stock(arm: Arm, options: dict[str, Any]) -> Any:
     from flashmoe_gguf.stock import plain_llama, without_repacking
 
-    adjust = without_repacking if arm.kind == STOCK else _leave_alone
-    return plain_llama("stock", adjust)(arm.model, **options)
+    llama_cpp = load_llama_cpp("stock")
+    placement = place_model(llama_cpp, read_geometry(arm.model), options, with_experts=False)
 
+    def adjust(params: Any) -> None:
+        if arm.kind == STOCK:
+            without_repacking(params)
+        if placement is not None:
+            keep_experts_on_host(llama_cpp, params)
 
-def _leave_alone(params: Any) -> None:
-    """llama-cpp-python's defaults."""
+    n_layers = placement.n_layers if placement is not None else 0
+    return plain_llama("stock", adjust)(arm.model, **{**options, "n_gpu_layers": n_layers})
 
 
 def run(arm: Arm, emit: Emit = lambda event: None) -> dict[str, Any]:
@@ -293,10 +310,16 @@ def swapped_bytes(path: Path = Path("/proc/self/status")) -> int | None:
 
 
 def try_out(arm: Arm) -> dict[str, Any]:
-    """Loads a streamed arm and no more; the bytes that its budget needs at the least."""
+    """Loads a streamed arm and no more; the bytes that its budget needs at the least, and how many
+    layers are on devices.
+    """
     llm = load(arm)
     try:
-        return {"floor_bytes": llm.plan.fixed.total}
+        placement = llm.placement
+        return {
+            "floor_bytes": llm.plan.fixed.total,
+            "n_gpu_layers": placement.n_layers if placement is not None else 0,
+        }
     finally:
         llm.close()
 

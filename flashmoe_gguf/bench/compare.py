@@ -31,6 +31,7 @@ CONDITIONS = (
     "lookahead",
     "workers",
     "request_bytes",
+    "n_gpu_layers",
     "n_ctx",
     "n_threads",
     "n_ubatch",

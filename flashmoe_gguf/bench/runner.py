@@ -21,6 +21,7 @@ from flashmoe_gguf.bench.cold import make_cold
 from flashmoe_gguf.bench.gate import Gate, Output, OutputDiffersError
 from flashmoe_gguf.bench.limit import Ended, Limiter
 from flashmoe_gguf.errors import FlashMoEError, OptionError
+from flashmoe_gguf.placement import AUTO
 from flashmoe_gguf.store import read_geometry
 from flashmoe_gguf.trace import Trace, read_trace
 
@@ -185,6 +186,7 @@ class Bench:
             "policy_file": arm.policy_file if streams else None,
             "workers": arm.n_workers if streams else None,
             "request_bytes": arm.request_bytes if streams else None,
+            "n_gpu_layers": arm.n_gpu_layers or None,
             "n_ctx": arm.n_ctx,
             "n_threads": arm.n_threads,
             "n_ubatch": arm.n_ubatch,
@@ -277,11 +279,22 @@ def measure_floor(base: Arm, limiter: Limiter) -> int:
     """The least memory with which the model streams in this context, in bytes, and 2 % more: what
     a process takes beside the model differs a little from one to the next.
     """
+    return int(_try_without_slots(base, limiter)["floor_bytes"] * 1.02)
+
+
+def resolve_layers(base: Arm, limiter: Limiter) -> Arm:
+    """The arm with a number of layers on the devices in place of "auto": the same for all arms."""
+    if base.n_gpu_layers != AUTO:
+        return base
+    return replace(base, n_gpu_layers=_try_without_slots(base, limiter)["n_gpu_layers"])
+
+
+def _try_without_slots(base: Arm, limiter: Limiter) -> Row:
     floor = replace(base, name="floor", kind=STREAMED, n_gen=0, n_slots=0)
     result, _ = run_arm(floor, None, limiter, Progress())
     if result is None:
         raise FlashMoEError("the model does not load", "there is too little memory")
-    return int(result["floor_bytes"] * 1.02)
+    return result
 
 
 def _expert_bytes(cases: Sequence[Case]) -> dict[int, int]:

@@ -30,7 +30,13 @@ from flashmoe_gguf.bench.gate import Gate, OutputDiffersError
 from flashmoe_gguf.bench.limit import Limiter, find_limiter
 from flashmoe_gguf.bench.machine import disk_bandwidth, facts
 from flashmoe_gguf.bench.plot import draw, need_matplotlib
-from flashmoe_gguf.bench.runner import Bench, Progress, measure_floor, write_rows
+from flashmoe_gguf.bench.runner import (
+    Bench,
+    Progress,
+    measure_floor,
+    resolve_layers,
+    write_rows,
+)
 from flashmoe_gguf.bench.summary import Line, as_dict, summarise
 from flashmoe_gguf.budget import format_size
 from flashmoe_gguf.cli.bench_compare import bench_compare
@@ -44,6 +50,7 @@ from flashmoe_gguf.errors import OptionError, TraceError
 from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.gguf.cursor import shown
 from flashmoe_gguf.host import available_memory
+from flashmoe_gguf.placement import AUTO
 from flashmoe_gguf.store import Geometry, read_geometry
 from flashmoe_gguf.trace import Trace, read_trace
 
@@ -71,7 +78,8 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
 
     The arms take turns, round after round, each in a fresh process in a memory cgroup with cold
     caches: stock (mmap, weights not repacked), stock-default (llama-cpp-python's defaults, which
-    repack: often killed), streamed, and in-ram (stock without limit, where the model fits).
+    repack: often killed), streamed, and in-ram (stock without limit, where the model fits). With
+    --ngl all of them have the same layers on the GPU and their experts beside it (--cpu-moe).
 
     No speed is reported, and the exit code is 1, unless all arms gave the same logits in every step
     that they have in common. stock-default is not held to that: repacking changes the last bits. An
@@ -104,6 +112,9 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
         trace = _trace(routing, geometry)
         prompt, prompt_text = prompt_of(geometry, options.prompt, text)
         base = replace(options.base_arm(model), prompt=prompt, text=prompt_text)
+        if base.n_gpu_layers == AUTO:
+            with Activity(screen, "measuring the devices", lambda: None):
+                base = resolve_layers(base, limiter)
         fits = fits_in_memory(geometry, available_memory().limit_bytes)
         if IN_RAM in arm_names and not fits:
             screen.note(f"in-ram is left out: {format_size(model_bytes(geometry))} do not fit here")
@@ -301,8 +312,9 @@ def _print(options: BenchOptions, measuring: Bench, lines: list[Line], gate: Gat
     click.echo(
         f"{shown(measuring.facts['model'])}, {format_size(measuring.facts['model_bytes'])}; "
         f"prompt {arm.n_prompt}, context {arm.n_ctx}, ubatch {arm.n_ubatch}, "
-        f"{count(arm.n_threads, 'thread')}; {count(measuring.n_rounds, 'round')}, "
-        f"{measuring.limiter.name}"
+        f"{count(arm.n_threads, 'thread')}"
+        + (f", {count(int(arm.n_gpu_layers), 'layer')} on the GPU" if arm.n_gpu_layers else "")
+        + f"; {count(measuring.n_rounds, 'round')}, {measuring.limiter.name}"
     )
     click.echo("")
     print_table(result_table(lines))

@@ -13,7 +13,7 @@ from flashmoe_gguf.bench.arm import STREAMED, Arm
 from flashmoe_gguf.bench.cases import ARMS, IN_RAM, NamedArm, parse_arm
 from flashmoe_gguf.bench.cold import WAYS
 from flashmoe_gguf.budget import parse_size
-from flashmoe_gguf.cli.options import MAX_THREADS, Finite, default_threads
+from flashmoe_gguf.cli.options import MAX_THREADS, Finite, default_threads, ngl_option
 from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.errors import OptionError
 
@@ -45,6 +45,7 @@ class BenchOptions:
     threads: int | None
     ubatch: int
     slots: int | None
+    ngl: int | str
     cold: str
     synthetic: str | None
     shape: str | None
@@ -100,6 +101,7 @@ class BenchOptions:
             n_ubatch=self.ubatch,
             n_threads=self.threads or default_threads(),
             n_slots=self.slots,
+            n_gpu_layers=self.ngl,
         )
 
     def check(self) -> None:
@@ -227,6 +229,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         metavar="N",
         help="Experts cached per layer, instead of what the limit allows.",
     ),
+    ngl_option,
     click.option(
         "--cold",
         type=click.Choice(WAYS),

@@ -60,7 +60,7 @@ def loaded(
     if check is not None:
         check(geometry)
     n_ctx = _context(options, geometry, screen)
-    llm = _load(options, screen, n_ctx)
+    llm = _load(options, geometry, screen, n_ctx)
     try:
         if not options.verbose:
             # what goes wrong from here on is told in our words
@@ -73,6 +73,7 @@ def loaded(
                 plan=model.plan,
                 budgeted=options.n_slots is None,
                 stats=model.engine.stats(),
+                placement=llm.placement,
                 settings=f"context {model.engine.n_ctx}, threads {options.n_threads}, "
                 f"batch {llm.n_batch}, ubatch {llm.context_params.n_ubatch}"
                 + (
@@ -137,13 +138,14 @@ def _ubatch(options: LoadOptions, n_batch: int) -> int | str:
     return min(options.ubatch or DEFAULT_BATCH, n_batch)
 
 
-def _load(options: LoadOptions, screen: Screen, n_ctx: int) -> Any:
+def _load(options: LoadOptions, geometry: Geometry, screen: Screen, n_ctx: int) -> Any:
     n_batch = min(options.n_batch, n_ctx)  # as llama.cpp does; llama_cpp's arrays come before it
     arguments: dict[str, Any] = {
         "n_ctx": n_ctx,
         "n_batch": n_batch,
         "n_ubatch": _ubatch(options, n_batch),
         "flash_attn": options.flash_attn,
+        "n_gpu_layers": options.ngl,
         "n_threads": options.n_threads,
         "n_threads_batch": options.n_threads,
         "verbose": options.verbose,
@@ -174,7 +176,7 @@ def _load(options: LoadOptions, screen: Screen, n_ctx: int) -> Any:
         else:
             from flashmoe_gguf.cli.stock import load_stock
 
-            llm = load_stock(options.model, progress, arguments)
+            llm = load_stock(options.model, geometry, progress, arguments)
     if interrupted.is_set():
         llm.close()
         raise KeyboardInterrupt

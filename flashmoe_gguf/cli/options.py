@@ -16,6 +16,7 @@ from flashmoe_gguf.cli.std_streams import need_stdin
 from flashmoe_gguf.cli.stream_options import STREAM_OPTIONS
 from flashmoe_gguf.errors import OptionError
 from flashmoe_gguf.host import default_threads as default_threads  # others take it from here
+from flashmoe_gguf.placement import parse_gpu_layers
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,6 +57,25 @@ class Finite(click.FloatRange):
         return number
 
 
+def ngl_option(command: F) -> F:
+    """`--ngl`; the command gets `ngl: int | str`."""
+    return click.option(
+        "--ngl",
+        metavar="N",
+        default="0",
+        callback=_parse_ngl,
+        help="Layers whose dense weights and KV cache go to the GPU, as llama.cpp counts them; -1: "
+        "all; auto: as many as fit. Experts stay on the processor's side.",
+    )(command)
+
+
+def _parse_ngl(_ctx: click.Context, _param: click.Parameter, value: str) -> int | str:
+    try:
+        return parse_gpu_layers(value)
+    except OptionError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """How to load a model. `ctx` 0: the model's own; None: the same, DEFAULT_CTX at most."""
@@ -76,6 +96,7 @@ class LoadOptions:
     batch: int | None = None
     ubatch: int | None = None
     flash_attn: bool = False
+    ngl: int | str = 0
     verbose: bool = False
     trace: str | None = None
     trace_probs: bool = False
@@ -166,6 +187,7 @@ def load_options_without_trace(command: F, *, model_required: bool, many: bool =
                 "Results equal those of llama.cpp with flash attention, whose last bits differ "
                 "from those without.",
             ),
+            ngl_option,
             *STREAM_OPTIONS,
             *([] if many else [_NO_STREAM]),
             click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log as well."),
@@ -280,7 +302,9 @@ def _gather(command: F, name: str, make: Callable[[dict[str, Any]], Any]) -> F:
 def _make_load_options(options: dict[str, Any]) -> LoadOptions:
     no_stream = options.pop("no_stream", False)
     names = (*_HOW_TO_STREAM, "ctx", "threads", "batch")
-    values = {name: options.pop(name) for name in (*names, "ubatch", "flash_attn", "verbose")}
+    values = {
+        name: options.pop(name) for name in (*names, "ubatch", "flash_attn", "ngl", "verbose")
+    }
     if parse_ram(values["ram"]) is None:
         values["ram"] = None  # "auto"
     model, trace = options.pop("model", None) or "", options.pop("trace", None)

@@ -16,8 +16,10 @@ from flashmoe_gguf.cli.options import (
     MAX_THREADS,
     Finite,
     default_threads,
+    ngl_option,
 )
 from flashmoe_gguf.cli.paths import FilePath
+from flashmoe_gguf.cli.plan_text import device_rows
 from flashmoe_gguf.cli.progress import format_rate
 from flashmoe_gguf.cli.screen import Rows, Screen, format_rows, format_table
 from flashmoe_gguf.errors import BudgetError, DiskError, OptionError
@@ -25,6 +27,7 @@ from flashmoe_gguf.gguf.cursor import shown
 from flashmoe_gguf.host import MemoryLimit, busy_with_others, default_budget
 
 if TYPE_CHECKING:
+    from flashmoe_gguf.placement import Placement
     from flashmoe_gguf.plan import Forecast, HitRate, Machine, Subject
     from flashmoe_gguf.plan.forecast import Curve, Speed
 
@@ -63,6 +66,7 @@ _GB = 1e9
     help="Prompt tokens computed at once.",
 )
 @click.option("--flash-attn", is_flag=True, help="Plan for flash attention.")
+@ngl_option
 @click.option(
     "--disk",
     type=Finite(min=0, min_open=True),
@@ -89,6 +93,7 @@ def plan(
     threads: int | None,
     ubatch: int,
     flash_attn: bool,
+    ngl: int | str,
     disk: float | None,
     memory: float | None,
     trace: str | None,
@@ -104,7 +109,8 @@ def plan(
     comes from published routing traces, and in brackets is how far those lie apart, or from a trace
     of your own, replayed through the cache's policy. tok/s are for
     decoding: in each layer the longer of reading what is missing and of computing, at the speed at
-    which weights come from memory. Slower cores, a shared machine and long contexts take off.
+    which weights come from memory. Slower cores, a shared machine and long contexts take off; what
+    a GPU computes (--ngl) is taken to cost nothing.
 
     \b
     Examples:
@@ -118,6 +124,11 @@ def plan(
     subject = _subject(model)
     n_ctx = _context(subject.n_ctx, ctx)
     run = RunSizes(n_ctx, min(ubatch, n_ctx), threads or default_threads(), flash_attn)
+    placement = None
+    if ngl != 0:
+        from flashmoe_gguf.plan.device import on_devices
+
+        subject, placement = on_devices(model, subject, run, ngl)
     given = parse_ram(ram)
     budget = default_budget() if given is None else MemoryLimit(given, "given")
     _check_floor(subject, run, budget)
@@ -131,7 +142,7 @@ def plan(
             )
     memory_bytes, memory_source = _memory(memory, run.n_threads)
     machine = Machine(disk_bytes, memory_bytes) if disk_bytes else None
-    report = Report(subject, run, budget, machine, curve, disk_source, memory_source)
+    report = Report(subject, run, budget, machine, curve, disk_source, memory_source, placement)
     if as_json:
         click.echo(json.dumps(report.as_dict(), indent=2))
     else:
@@ -240,11 +251,13 @@ class Report:
         curve: Curve | None,
         disk_source: str,
         memory_source: str,
+        placement: Placement | None,
     ) -> None:
         from flashmoe_gguf.plan.forecast import advice, ladder, make_forecast
 
         self.subject, self.run, self.budget, self.machine = subject, run, budget, machine
         self.sources = (disk_source, memory_source)
+        self.placement = placement
         self.hits_source = "reference traces" if curve is None else "trace"
         self.forecast = make_forecast(subject, run, budget.limit_bytes, machine, curve)
         self.ladder = ladder(
@@ -277,6 +290,7 @@ class Report:
                 f"context {format_size(fixed.context)}, ring {format_size(fixed.ring)}, "
                 f"process {format_size(fixed.process)}, reserve {format_size(fixed.reserve)}",
             ),
+            *device_rows(self.placement),
         ]
         if not subject.layers:
             return rows
@@ -344,6 +358,7 @@ class Report:
             "hit_rate_source": self.hits_source,
             "machine": asdict(self.machine) if self.machine else None,
             "fixed": {**asdict(fixed), "reserve": fixed.reserve, "total": fixed.total},
+            "placement": asdict(self.placement) if self.placement else None,
             "floor_bytes": forecast.floor_bytes,
             "full_bytes": forecast.full_bytes,
             **_step(forecast),

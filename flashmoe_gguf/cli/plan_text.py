@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from flashmoe_gguf.budget import Plan, format_size
 from flashmoe_gguf.cli.screen import Rows
 from flashmoe_gguf.gguf.cursor import shown
+from flashmoe_gguf.placement import Placement
 from flashmoe_gguf.store import Geometry
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def plan_rows(
     budgeted: bool,
     stats: Stats | None,
     settings: str,
+    placement: Placement | None = None,
 ) -> Rows:
     """What was loaded, where memory goes, and how experts are read.
 
@@ -53,7 +55,27 @@ def plan_rows(
         rows.append(("cache", "none: no routed experts, so this is llama.cpp's usual way"))
     else:
         rows.append(("cache", "none: stock llama.cpp, mmap"))
-    return [*rows, ("run", settings)]
+    return [*rows, *device_rows(placement), ("run", settings)]
+
+
+def device_rows(placement: Placement | None) -> Rows:
+    """What each device holds; nothing where no layers were asked for."""
+    if placement is None:
+        return []
+    if placement.n_layers == 0:
+        why = "nothing fits" if placement.shares else "there is none"
+        return [("device", f"no layers: {why}")]
+    return [
+        (
+            "device",
+            f"{shown(share.device.name)} ({shown(share.device.description)}), {share.n_layers} of "
+            f"{placement.n_all} layers: dense {format_size(share.dense)}, "
+            f"KV cache {format_size(share.kv)}, about {format_size(share.compute)} for buffers, "
+            f"of {format_size(share.device.free_bytes)} free",
+        )
+        for share in placement.shares
+        if share.n_layers
+    ]
 
 
 def _experts_text(geometry: Geometry) -> str:

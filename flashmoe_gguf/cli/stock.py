@@ -7,21 +7,32 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe_gguf.arguments import check_path
+from flashmoe_gguf.devices import keep_experts_on_host
 from flashmoe_gguf.errors import ModelFileError
 from flashmoe_gguf.libs import load_llama_cpp
+from flashmoe_gguf.placement import place_model
 from flashmoe_gguf.stock import plain_llama
+from flashmoe_gguf.store import Geometry
 
 _log_callback: Any = None
 
 
-def load_stock(model: str, progress: Callable[[float], None], arguments: dict[str, Any]) -> Any:
+def load_stock(
+    model: str,
+    geometry: Geometry,
+    progress: Callable[[float], None],
+    arguments: dict[str, Any],
+) -> Any:
     """A `llama_cpp.Llama` on the stock library set; `progress` may raise KeyboardInterrupt.
 
-    Raises ModelFileError, OptionError for a path that is not UTF-8, and LibraryError when the
-    process has the patched set.
+    Layers on a device have their experts on the processor's side, as with --cpu-moe; `placement`
+    of the object says which. Raises ModelFileError, OptionError for a path that is not UTF-8, and
+    LibraryError when the process has the patched set; what `place_model` raises.
     """
     check_path(model)
     llama_cpp: Any = load_llama_cpp("stock")
+    placement = place_model(llama_cpp, geometry, arguments, with_experts=False)
+    n_layers = placement.n_layers if placement is not None else 0
 
     def on_progress(fraction: float, _data: Any) -> bool:
         try:
@@ -37,9 +48,13 @@ def load_stock(model: str, progress: Callable[[float], None], arguments: dict[st
 
     def adjust(params: Any) -> None:
         params.progress_callback = callback
+        if n_layers:
+            keep_experts_on_host(llama_cpp, params)
 
     try:
-        return plain_llama("stock", adjust)(model, **arguments)
+        llm: Any = plain_llama("stock", adjust)(model, **{**arguments, "n_gpu_layers": n_layers})
+        llm.placement = placement
+        return llm
     except ValueError as error:
         progress(0.0)  # it may be that Ctrl-C ended the loading
         causes = [line for line in said if "error loading model: " in line]
