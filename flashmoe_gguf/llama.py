@@ -91,6 +91,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     - progress: called with 0..1 while dense weights load; what it raises ends the loading.
     - n_gpu_layers: as in llama_cpp, and "auto": as many layers as fit. Their dense weights and KV
       cache go to the devices, routed experts are streamed all the same.
+    - op_offload: True lets devices take over the expert matmuls of large batches, as llama.cpp
+      does: the routed experts are uploaded through the cache for each. It gains where the device is
+      faster than the processor by more than the upload takes. None and False: the processor does.
 
     A model without routed experts is loaded as llama_cpp does; `is_streamed` says which it was.
     Weights are not repacked (`use_extra_bufts` is off), so that logits equal those of stock
@@ -201,6 +204,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         ram_bytes = parse_ram(settings.ram) or default_budget().limit_bytes
         process_bytes = process_memory()[0] + untouched_slot_bytes()
         self._experts = ExpertStream(self.geometry, settings)
+        if kwargs.get("op_offload"):
+            self._experts.native.upload()
         header, n_ctx = self.geometry.header, kwargs.get("n_ctx", 512)
         quantized = kwargs.get("type_k") is not None or kwargs.get("type_v") is not None
         placement = self._placement

@@ -268,9 +268,13 @@ def place_model(
     header, n_ctx = geometry.header, kwargs.get("n_ctx", 512)
     n_ubatch = min(kwargs.get("n_ubatch", 512), kwargs.get("n_batch", 512), n_ctx or 512)
     kv = 0 if quantized and asked != AUTO else kv_bytes_at_least(header, n_ctx)
+    compute = compute_bytes_about(header, n_ctx, n_ubatch)
+    if kwargs.get("op_offload"):  # room for the experts of one matmul
+        parts = (part for group in geometry.groups for part in group.parts)
+        compute += max((part.expert_bytes * part.shape[2] for part in parts), default=0)
     return choose(
         layer_bytes(geometry, with_experts=with_experts),
-        ContextBytes(kv // geometry.n_layer, compute_bytes_about(header, n_ctx, n_ubatch)),
+        ContextBytes(kv // geometry.n_layer, compute),
         devices,
         asked,
         tensor_split=split,

@@ -263,6 +263,10 @@ void *fm_hooks_probs_callback(void);
  * NULL ends it, in the same thread and before that model is freed. */
 int32_t fm_hooks_attach(fm_stream *stream);
 
+/* Whether devices may take over large operations, whose experts are then uploaded to them through
+ * the cache. Before the model is loaded; off at first. */
+void fm_hooks_upload(fm_stream *stream, int32_t on);
+
 /* One operation, as hooks.c runs it. ids: [n_tokens][n_used] with byte strides; n_rows [n_expert];
  * order [n_expert] is filled with the experts to visit. begin never fails: with an unknown group it
  * latches an error and serves zeros. */

@@ -3,7 +3,9 @@
  *
  * The buffer is a reserved address range that cannot be read: whoever would touch an expert's
  * bytes without asking the cache crashes at once instead of computing on garbage. It says that it
- * is no host memory, so the scheduler never copies out of it for another device. */
+ * is no host memory, and only the processor's backend accepts it, so the scheduler leaves its
+ * operations there and never copies out of it. A stream that uploads lets devices have the
+ * operations that they ask for, and brings them the routed experts through the cache (patch 3). */
 
 #include <stdlib.h>
 #include <string.h>
@@ -13,6 +15,7 @@
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpu-experts.h"
+#include "ggml-expert-upload.h"
 #include "llama-tensor-source.h"
 
 /* The loader keeps one of these per model; ggml asks it for the buffer. */
@@ -270,6 +273,67 @@ static const struct ggml_cpu_expert_source expert_source = {
     .release = fm_operation_release,
 };
 
+static bool wants_upload(ggml_backend_buffer_type_t type) {
+    return owns(type) && ((const struct source *)type)->stream->uploads;
+}
+
+/* How many rows each expert has, [n_expert], and so their number. */
+static int32_t count_rows(const struct ggml_tensor *ids, const int32_t *data, int64_t *n_rows, int32_t n_expert) {
+    int32_t n_distinct = 0;
+    for (int64_t t = 0; t < ids->ne[1]; t++) {
+        for (int64_t k = 0; k < ids->ne[0]; k++) {
+            const int32_t e = data[((size_t)t * ids->nb[1] + (size_t)k * ids->nb[0]) / sizeof *data];
+            if (e >= 0 && e < n_expert) {
+                n_distinct += n_rows[e]++ == 0;
+            }
+        }
+    }
+    return n_distinct;
+}
+
+/* An operation like any other, but for what is done with each expert while it is there. */
+static void upload(ggml_backend_t backend, const struct ggml_tensor *weights, struct ggml_tensor *copy,
+                   const struct ggml_tensor *ids, const int32_t *ids_data) {
+    /* kernels may read past a matrix, where there must be numbers: src/ggml-cuda, MMQ */
+    enum { PADDING = 512 };
+    const struct source *source = (const struct source *)weights->buffer->buft;
+    const struct range *range = range_of(source, weights);
+    const int32_t n_expert = (int32_t)weights->ne[2];
+    const size_t bytes = weights->nb[2];
+    const struct fm_routing routing = {
+        .ids = (const char *)ids_data,
+        .n_used = ids->ne[0],
+        .n_tokens = ids->ne[1],
+        .stride_used = ids->nb[0],
+        .stride_token = ids->nb[1],
+    };
+    int64_t n_rows[n_expert];
+    int32_t order[n_expert];
+    memset(n_rows, 0, sizeof n_rows);
+    const int32_t n = count_rows(ids, ids_data, n_rows, n_expert);
+    void *operation = fm_operation_begin(source->stream, range != NULL ? range->group : -1,
+                                         range != NULL ? range->part : -1, &routing, n_expert, n_rows, 1, order);
+    for (int32_t i = 0; i < n; i++) {
+        const size_t at = (size_t)order[i] * bytes;
+        const void *expert = fm_operation_acquire(operation, i);
+        ggml_backend_tensor_set_async(backend, copy, expert, at, bytes);
+        if (order[i] + 1 < n_expert && n_rows[order[i] + 1] == 0) {
+            ggml_backend_tensor_set_async(backend, copy, expert, at + bytes, bytes < PADDING ? bytes : PADDING);
+        }
+        ggml_backend_synchronize(backend); /* meanwhile the next ones are read */
+        fm_operation_release(operation, i);
+    }
+}
+
+static const struct ggml_expert_upload expert_upload = {
+    .wants = wants_upload,
+    .upload = upload,
+};
+
+void fm_hooks_upload(fm_stream *stream, int32_t on) {
+    stream->uploads = on != 0;
+}
+
 /* llm_graph_context::build_moe_ffn names so what it takes from the router's probabilities for the
  * chosen experts, [1, n_used, n_tokens]; the second only where a softmax over the chosen ones follows. */
 static const char *const probs_names[] = {"ffn_moe_weights-", "ffn_moe_weights_softmax-"};
@@ -312,6 +376,7 @@ void *fm_hooks_probs_callback(void) {
 
 static void register_source(void) {
     ggml_cpu_set_expert_source(&expert_source);
+    ggml_set_expert_upload(&expert_upload);
 }
 
 int32_t fm_hooks_attach(fm_stream *stream) {

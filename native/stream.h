@@ -129,6 +129,7 @@ struct fm_stream {
     size_t max_region_bytes;
     int32_t last_group; /* of the operation before; -1: none yet */
     int32_t passed;     /* the group that a pass has begun in last; -1: none yet */
+    bool uploads;       /* to devices, see hooks.c */
     bool decodes;       /* that pass is part of one token's; the last layers of a prefill can be as short */
 
     pthread_mutex_t lock;

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import select
 import socket
@@ -73,8 +74,8 @@ def is_expert_matmul(lib: Any, tensor: Tensor) -> bool:
 class Run:
     """One load of the model and what it is asked. `options` as for `Llama`; `steps`: how many
     tokens are evaluated at once, one after the other, then `n_greedy` single ones. `watch`: note
-    where each expert matmul has its weights. `parallel`: let llama.cpp compute ubatches in parallel
-    on several devices, which ours otherwise does not.
+    where each expert matmul has its weights. `faulty`: first with a read that fails. `parallel`:
+    let llama.cpp compute ubatches in parallel on several devices, which ours otherwise does not.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Run:
     steps: Sequence[int] = (512,)
     n_greedy: int = 0
     watch: bool = False
+    faulty: bool = False
     parallel: bool = False
 
 
@@ -258,6 +260,21 @@ def _evaluate(llm: Any, steps: Sequence[int], n_greedy: int) -> Any:
     return np.stack(rows)
 
 
+def _fail(llm: Any, one: Run) -> str:
+    """The error of a run whose first read fails; the model can be used again after it."""
+    from flashmoe_gguf import ExpertReadError
+
+    llm._experts.native.set_fault(errno=errno.EIO, after=0, count=1)
+    try:
+        _evaluate(llm, one.steps, one.n_greedy)
+    except ExpertReadError as error:
+        return error.tensor
+    finally:
+        llm._experts.native.set_fault(count=0)
+        llm.reset()
+    return ""
+
+
 def _main(request: dict[str, Any]) -> dict[str, Any]:
     base, llama_cpp = _base(request["libraries"])
     lib = llama_cpp.llama_cpp._lib
@@ -278,11 +295,15 @@ def _main(request: dict[str, Any]) -> dict[str, Any]:
         said.clear()
         llm = kind(request["model"], **{**scenarios.context_options(2), **one.options})
         try:
+            if one.faulty:
+                arrays[f"{one.name}.error"] = _fail(llm, one)
             arrays[one.name] = _evaluate(llm, one.steps, one.n_greedy)
             if request["libraries"] == "patched":
                 llm._experts.native.verify()
                 stats = llm.stats()
-                arrays[f"{one.name}.stats"] = json.dumps([stats.lookups, stats.hits])
+                arrays[f"{one.name}.stats"] = json.dumps(
+                    {name: getattr(stats, name) for name in ("lookups", "hits", "bytes_read")}
+                )
         finally:
             llm.close()
         arrays[f"{one.name}.seen"] = json.dumps(sorted(watch.seen) if watch is not None else [])

@@ -249,6 +249,10 @@ class NativeStream:
         finally:
             self._lib.fm_hooks_attach(self._ffi.NULL)
 
+    def upload(self) -> None:
+        """Devices may take over large operations, with experts from the cache; before loading."""
+        self._lib.fm_hooks_upload(self._stream, 1)
+
     def counters(self) -> dict[str, int]:
         """Every field of `struct fm_stats`; may be asked by any thread, also while closing."""
         stats = self._counted()
