@@ -168,6 +168,8 @@ def _settings(
 def _model_settings(load: LoadOptions, logprobs: bool) -> ServedModelSettings:
     from flashmoe_gguf.server.settings import ServedModelSettings
 
+    if not isinstance(load.ngl, int):
+        raise OptionError("--ngl auto is not for serve", "give the number that `plan` shows")
     values: dict[str, Any] = {
         "model": load.model,
         **load.streaming,
@@ -176,6 +178,7 @@ def _model_settings(load: LoadOptions, logprobs: bool) -> ServedModelSettings:
         "n_batch": load.n_batch,
         "n_ubatch": load.ubatch or DEFAULT_BATCH,
         "flash_attn": load.flash_attn,
+        "n_gpu_layers": load.ngl,
         "logits_all": logprobs,
         "verbose": load.verbose,
     }
