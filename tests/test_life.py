@@ -39,7 +39,8 @@ def load(model: Path, **options: object) -> Llama:
 
 def run(program: str, model: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P" if "-P" in sys.orig_argv else "-B", "-c", program, str(model)],
+        [sys.executable, "-c", program, str(model)],
+        cwd=cache,  # not the checkout, whose package has no libraries
         env={**os.environ, "XDG_CACHE_HOME": str(cache)},
         capture_output=True,
         text=True,
