@@ -268,15 +268,17 @@ def test_a_decode_that_fails_leaves_no_rows(
 ) -> None:
     llm = Llama(str(tiny_model("qwen3moe")), n_slots=0, trace=tmp_path / "t.npz", **OPTIONS)
     llm.eval([1, 2, 3])
-    llm._experts.native.set_fault(errno=5, after=3)
+    llm._experts.native.set_fault(errno=5, after=3, count=20)
     with pytest.raises(ExpertReadError):
         llm.eval([4])
     assert llm.recorded_tokens == 3
+    llm._experts.native.set_fault(count=0)
     llm.eval([4])
     llm.reset()
-    llm._experts.native.set_fault(errno=5, after=3)
+    llm._experts.native.set_fault(errno=5, after=3, count=20)
     with pytest.raises(ExpertReadError):
         llm.eval([7, 8])
+    llm._experts.native.set_fault(count=0)
     llm.eval([7, 8, 9])
     llm.close()
     trace = read_trace(tmp_path / "t.npz")
