@@ -130,7 +130,7 @@ def test_what_is_verified(packed: Callable[[str], Path], verify: str) -> None:
         assert 0 < first <= second <= n_parts
         assert second - first < first
     else:
-        assert 0 < first and second >= 2 * first
+        assert first > 0 and second >= 2 * first
 
 
 def flip(source: Path, target: Path, offsets: list[int]) -> Path:
