@@ -10,8 +10,8 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
+#include "clock.h"
 #include "stream.h"
 
 enum {
@@ -47,12 +47,6 @@ struct fm_lookahead {
     uint64_t sums[2]; /* of the windows' medians, without and with */
 };
 
-static uint64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
 static int by_size(const void *a, const void *b) {
     const uint64_t x = *(const uint64_t *)a;
     const uint64_t y = *(const uint64_t *)b;
@@ -77,7 +71,7 @@ static void end_window(struct fm_lookahead *l) {
 
 /* The first group is reached: how long did the token take? */
 static void clock_token(struct fm_lookahead *l) {
-    const uint64_t now = now_ns();
+    const uint64_t now = fm_clock_ns();
     const uint64_t taken = now - l->last_ns;
     l->last_ns = now;
     if (l->wait > 0) {
@@ -233,8 +227,7 @@ void fm_lookahead_next(struct fm_stream *stream, int32_t index, const struct fm_
     const struct group *group = &stream->groups[index];
     struct fm_observation observation = {.experts = l->experts, .activation = routing->activation, .router = routing->router, .width = routing->width};
     for (int64_t k = 0; k < routing->n_used; k++) {
-        int32_t e;
-        memcpy(&e, routing->ids + k * routing->stride_used, sizeof e);
+        const int32_t e = fm_routing_expert(routing, 0, k);
         if (e >= 0 && e < group->n_expert) {
             l->experts[observation.n++] = e;
         }

@@ -4,15 +4,9 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
+#include "clock.h"
 #include "stream.h"
-
-static uint64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
 
 static struct operation *new_operation(struct fm_stream *stream) {
     struct operation *op = stream->idle;
@@ -120,8 +114,7 @@ static void admit(struct operation *op, int32_t group, const struct fm_routing *
     }
     for (int64_t t = routing->n_tokens - 1; t >= 0 && g->n_resident < fm_slots_open(g); t--) {
         for (int64_t k = 0; k < routing->n_used; k++) {
-            int32_t e;
-            memcpy(&e, routing->ids + t * routing->stride_token + k * routing->stride_used, sizeof e);
+            const int32_t e = fm_routing_expert(routing, t, k);
             if (e >= 0 && e < g->n_expert && g->slot_of[e] < 0 && !insert(op, group, e, false)) {
                 return;
             }
@@ -279,7 +272,7 @@ void *fm_operation_begin(fm_stream *stream, int32_t group, int32_t part, const s
 
 static const void *wait_for(struct operation *op, struct entry *entry) {
     struct fm_stream *stream = op->stream;
-    const uint64_t begun = now_ns();
+    const uint64_t begun = fm_clock_ns();
     struct load *load;
     pthread_mutex_lock(&stream->lock);
     stream->n_waiting++;
@@ -289,7 +282,7 @@ static const void *wait_for(struct operation *op, struct entry *entry) {
     }
     stream->n_waiting--;
     stream->stats.waits++;
-    stream->stats.wait_ns += (now_ns() - begun) / (uint64_t)op->n_threads;
+    stream->stats.wait_ns += (fm_clock_ns() - begun) / (uint64_t)op->n_threads;
     pthread_mutex_unlock(&stream->lock);
     return atomic_load_explicit(&load->state, memory_order_acquire) == LOAD_READY ? load->data : stream->zeros;
 }

@@ -4,9 +4,9 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "api.h"
+#include "clock.h"
 #include "policy.h"
 
 struct fm_policy {
@@ -35,24 +35,18 @@ static void destroy(struct fm_policy *policy) {
     free(policy);
 }
 
-static uint64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
 static bool has_failed(const struct fm_policy *policy) {
     return __atomic_load_n(&policy->foreign->failed, __ATOMIC_RELAXED) != 0;
 }
 
 /* Other threads read the time while this one adds to it. */
 static void count(struct fm_policy *policy, uint64_t begun) {
-    __atomic_fetch_add(&policy->foreign->ns, now_ns() - begun, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&policy->foreign->ns, fm_clock_ns() - begun, __ATOMIC_RELAXED);
 }
 
 static void tell(struct fm_policy *policy, void (*function)(int32_t, int32_t), int32_t group, int32_t expert) {
     if (function != NULL && !has_failed(policy)) {
-        const uint64_t begun = now_ns();
+        const uint64_t begun = fm_clock_ns();
         function(group, expert);
         count(policy, begun);
     }
@@ -83,7 +77,7 @@ static int32_t victim(struct fm_policy *policy, int32_t group, const uint8_t *ma
     if (oldest < 0 || has_failed(policy)) {
         return oldest;
     }
-    const uint64_t begun = now_ns();
+    const uint64_t begun = fm_clock_ns();
     const int32_t named = policy->foreign->victim(group, may_leave);
     count(policy, begun);
     if (has_failed(policy)) {
@@ -99,7 +93,7 @@ static int32_t victim(struct fm_policy *policy, int32_t group, const uint8_t *ma
 
 static void end_token(struct fm_policy *policy, int32_t group) {
     if (policy->foreign->end_token != NULL && !has_failed(policy)) {
-        const uint64_t begun = now_ns();
+        const uint64_t begun = fm_clock_ns();
         policy->foreign->end_token(group);
         count(policy, begun);
     }
@@ -107,7 +101,7 @@ static void end_token(struct fm_policy *policy, int32_t group) {
 
 static void begin_sequence(struct fm_policy *policy) {
     if (policy->foreign->begin_sequence != NULL && !has_failed(policy)) {
-        const uint64_t begun = now_ns();
+        const uint64_t begun = fm_clock_ns();
         policy->foreign->begin_sequence();
         count(policy, begun);
     }

@@ -26,8 +26,7 @@ void fm_slots_route(struct fm_stream *stream, int32_t index, const struct fm_rou
     for (int64_t t = 0; t < routing->n_tokens; t++) {
         const int64_t token = ++group->seen_token;
         for (int64_t k = 0; k < routing->n_used; k++) {
-            int32_t e;
-            memcpy(&e, routing->ids + t * routing->stride_token + k * routing->stride_used, sizeof e);
+            const int32_t e = fm_routing_expert(routing, t, k);
             if (e < 0 || e >= group->n_expert || group->seen[e] == token) {
                 continue;
             }

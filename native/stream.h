@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "api.h"
 #include "io.h"
@@ -165,6 +166,13 @@ struct fm_stream {
     struct fm_error error;
     struct fm_stats stats;
 };
+
+/* The k-th expert of token t. */
+static inline int32_t fm_routing_expert(const struct fm_routing *routing, int64_t t, int64_t k) {
+    int32_t expert;
+    memcpy(&expert, routing->ids + t * (int64_t)routing->stride_token + k * (int64_t)routing->stride_used, sizeof expert);
+    return expert;
+}
 
 /* memory.c: anonymous memory on huge pages where offered; NULL with a message. */
 uint8_t *fm_memory_new(size_t bytes);

@@ -125,8 +125,7 @@ void fm_trace_pass(struct fm_stream *stream, int32_t index, const struct fm_rout
         const size_t place = ((size_t)(trace->n_rows - (uint64_t)n + (uint64_t)t) * (size_t)trace->n_groups + (size_t)index) *
                              (size_t)trace->k;
         for (int64_t i = 0; i < k; i++) {
-            int32_t e;
-            memcpy(&e, routing->ids + (t + skipped) * (int64_t)routing->stride_token + i * (int64_t)routing->stride_used, sizeof e);
+            const int32_t e = fm_routing_expert(routing, t + skipped, i);
             trace->ids[place + (size_t)i] = e >= 0 && e < group->n_expert ? (uint16_t)e : no_expert;
             if (has_probs) {
                 trace->probs[place + (size_t)i] = trace->waiting[(t + skipped) * routing->n_used + i];

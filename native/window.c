@@ -62,8 +62,7 @@ void fm_window_pass(struct fm_stream *stream, int32_t index, const struct fm_rou
     window->hits[(window->n_tokens - 1) % (uint64_t)window->n_rows] += (uint32_t)hits;
     uint16_t *ids = row_ids(window, window->n_tokens - 1) + (size_t)index * (size_t)window->k;
     for (int64_t k = 0; k < routing->n_used && k < window->k; k++) {
-        int32_t e;
-        memcpy(&e, routing->ids + k * routing->stride_used, sizeof e);
+        const int32_t e = fm_routing_expert(routing, 0, k);
         ids[k] = e >= 0 && e < stream->groups[index].n_expert ? (uint16_t)e : 0xFFFF;
     }
 }
