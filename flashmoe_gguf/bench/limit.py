@@ -119,10 +119,10 @@ def find_limiter(root: Path = CGROUP_ROOT, is_root: bool | None = None) -> Limit
     return limiter
 
 
-class V1:
-    """A group below the root of cgroup v1's memory controller."""
+class _Root:
+    """A group of its own for each run, below the root of a hierarchy that root may write to."""
 
-    name = "cgroup v1"
+    name: str
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -137,19 +137,39 @@ class V1:
     ) -> Ended:
         group = self._root / _group_name()
         try:
+            self._prepare()
             group.mkdir(exist_ok=True)
             if limit_bytes is not None:
-                limit = _whole_pages(limit_bytes)
-                _write(group / "memory.limit_in_bytes", limit)
-                if (group / "memory.memsw.limit_in_bytes").exists():
-                    _write(group / "memory.memsw.limit_in_bytes", limit)  # memory and swap
-                if (group / "memory.swappiness").exists():
-                    _write(group / "memory.swappiness", 0)
-                _check_in_force(group / "memory.limit_in_bytes", limit)
+                self._limit(group, _whole_pages(limit_bytes))
         except OSError as error:
             _remove(group)
             raise _cannot(self.name, error) from error
         return _run_in(group, command, stdin, on_line, timeout, self._figures)
+
+    def _prepare(self) -> None:
+        """What the root needs before it can have groups."""
+
+    def _limit(self, group: Path, limit: int) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def _figures(group: Path) -> tuple[int | None, int | None, int]:
+        """(peak, peak of swap, processes killed for want of memory)"""
+        raise NotImplementedError
+
+
+class V1(_Root):
+    """A group below the root of cgroup v1's memory controller."""
+
+    name = "cgroup v1"
+
+    def _limit(self, group: Path, limit: int) -> None:
+        _write(group / "memory.limit_in_bytes", limit)
+        if (group / "memory.memsw.limit_in_bytes").exists():
+            _write(group / "memory.memsw.limit_in_bytes", limit)  # memory and swap
+        if (group / "memory.swappiness").exists():
+            _write(group / "memory.swappiness", 0)
+        _check_in_force(group / "memory.limit_in_bytes", limit)
 
     @staticmethod
     def _figures(group: Path) -> tuple[int | None, int | None, int]:
@@ -160,38 +180,21 @@ class V1:
         return peak, swap, _field(group / "memory.oom_control", "oom_kill")
 
 
-class V2:
+class V2(_Root):
     """A group below the root of cgroup v2."""
 
     name = "cgroup v2"
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def _prepare(self) -> None:
+        enabled = self._root / "cgroup.subtree_control"
+        if "memory" not in enabled.read_text().split():
+            enabled.write_text("+memory")
 
-    def run(
-        self,
-        command: Sequence[str],
-        limit_bytes: int | None,
-        stdin: str = "",
-        on_line: OnLine = _ignore,
-        timeout: float | None = None,
-    ) -> Ended:
-        group = self._root / _group_name()
-        try:
-            enabled = self._root / "cgroup.subtree_control"
-            if "memory" not in enabled.read_text().split():
-                enabled.write_text("+memory")
-            group.mkdir(exist_ok=True)
-            if limit_bytes is not None:
-                limit = _whole_pages(limit_bytes)
-                _write(group / "memory.max", limit)
-                if (group / "memory.swap.max").exists():
-                    _write(group / "memory.swap.max", 0)
-                _check_in_force(group / "memory.max", limit)
-        except OSError as error:
-            _remove(group)
-            raise _cannot(self.name, error) from error
-        return _run_in(group, command, stdin, on_line, timeout, self._figures)
+    def _limit(self, group: Path, limit: int) -> None:
+        _write(group / "memory.max", limit)
+        if (group / "memory.swap.max").exists():
+            _write(group / "memory.swap.max", 0)
+        _check_in_force(group / "memory.max", limit)
 
     @staticmethod
     def _figures(group: Path) -> tuple[int | None, int | None, int]:
