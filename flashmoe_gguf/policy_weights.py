@@ -12,9 +12,6 @@ A run that is given no file uses one per model and policy in the user's cache di
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from safetensors.numpy import save
 
 from flashmoe_gguf.cache_dir import cache_dir
 from flashmoe_gguf.errors import TraceError
+from flashmoe_gguf.replacing import replacing
 
 # Of the features and the order of the numbers that each policy in C saves.
 SCHEMAS = {"learned": "4", "flashmoe": "1"}
@@ -42,16 +40,11 @@ def save_weights(path: Path, weights: Floats, *, policy: str, fingerprint: str) 
     """Writes the file as a whole or not at all, with its folder; raises TraceError."""
     metadata = {"policy": policy, "schema": _schema(policy), "fingerprint": fingerprint}
     data = save({"weights": np.ascontiguousarray(weights, np.float32)}, metadata)
-    temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(temporary).replace(path)
+        with replacing(path) as part:
+            part.write_bytes(data)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
         raise TraceError(
             f"cannot write {path}: {error.strerror or error}", "choose another --policy-file"
         ) from error

@@ -14,12 +14,9 @@ another machine or drive, or a file that is damaged. What the user asks for come
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import platform
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from flashmoe_gguf.errors import FlashMoEError, OptionError
 from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.hardware import cpu_name, drive_of
 from flashmoe_gguf.lookahead import parse_lookahead
+from flashmoe_gguf.replacing import replacing
 from flashmoe_gguf.store import Geometry
 
 # Four readers with requests of 1 MiB keep an NVMe drive busy and two cores free (docs/DESIGN.md).
@@ -112,16 +110,11 @@ def save_tuning(geometry: Geometry, kept: Kept) -> Path:
         "before_tok_s": kept.before_tok_s,
         "after_tok_s": kept.after_tok_s,
     }
-    temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(document, indent=2) + "\n")
-        Path(temporary).replace(path)
+        with replacing(path) as part:
+            part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
         raise FlashMoEError(
             f"cannot write {path}: {error.strerror or error}",
             "set XDG_CACHE_HOME to a folder that can be written",

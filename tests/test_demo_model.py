@@ -420,7 +420,7 @@ def test_a_second_builder_waits_for_the_first(
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"before")
-    with pytest.raises(RuntimeError), model._replacing(path) as part:
+    with pytest.raises(RuntimeError), model.replacing(path, flush=True) as part:
         part.write_bytes(b"half")
         raise RuntimeError
     assert path.read_bytes() == b"before"

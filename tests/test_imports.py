@@ -19,6 +19,7 @@ SOURCES = Path(__file__).resolve().parent.parent / PACKAGE
 # Lowest first. "" is the package's own __init__, which offers Llama to users.
 RANKS = (
     ("errors",),
+    ("replacing",),
     ("libs", "gguf", "cache_dir", "trace", "host", "disk", "assertions", "hardware"),
     ("lookahead", "ubatch"),
     ("stripes", "disk_sample", "devices"),

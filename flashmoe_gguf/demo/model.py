@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +24,7 @@ from flashmoe_gguf.demo.source import DenseModel, file_sha256, find_source
 from flashmoe_gguf.demo.split import Sizes
 from flashmoe_gguf.demo.write import write_model
 from flashmoe_gguf.errors import FlashMoEError
+from flashmoe_gguf.replacing import replacing
 
 Progress = Callable[[str, float], None]
 
@@ -96,7 +95,7 @@ def is_intact(path: Path) -> bool:
 def record_digest(path: Path) -> None:
     """Writes down size and SHA-256 of a finished model file, for is_intact."""
     record = {"size_bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    with _replacing(_record_path(path)) as part:
+    with replacing(_record_path(path), flush=True) as part:
         part.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
@@ -129,26 +128,10 @@ def _build(path: Path, source: Path, report: Progress) -> None:
         "builder_version": str(BUILDER_VERSION),
         "recipe": repr(RECIPE),
     }
-    with _replacing(path) as part:
+    with replacing(path, flush=True) as part:
         write_model(part, model, splits, RECIPE, provenance)
     record_digest(path)
     report("embedded model ready", 1.0)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place, flushed to disk, if all goes well."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    part = Path(name)
-    try:
-        yield part
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        part.chmod(0o644)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashmoe_gguf.errors import TraceError
+from flashmoe_gguf.replacing import replacing
 
 # Fills the places of a token that used fewer experts in a layer than others did.
 NO_EXPERT = 0xFFFF
@@ -189,11 +190,8 @@ def write_trace(path: Path, trace: Trace) -> None:
         arrays["probs"] = trace.probs
     if trace.phase is not None:
         arrays["phase"] = trace.phase
-    partial = path.with_name(path.name + ".partial")
     try:
-        with open(partial, "wb") as file:
+        with replacing(path) as part, open(part, "wb") as file:
             np.savez_compressed(file, **arrays)
-        os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise TraceError(f"cannot write {path}: {error.strerror or error}") from error

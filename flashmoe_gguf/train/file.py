@@ -9,7 +9,6 @@ w3 [L, 128, 1], b3; a layer of the network is x @ w + b, with SiLU between.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors.numpy import save
 
 from flashmoe_gguf.errors import TraceError
 from flashmoe_gguf.policy_weights import SCHEMAS
+from flashmoe_gguf.replacing import replacing
 
 Floats = npt.NDArray[np.float32]
 
@@ -47,10 +47,8 @@ def write_policy_file(path: Path, file: PolicyFile) -> None:
     }
     tensors = {"weights": file.weights, **file.networks}
     data = save({name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata)
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_bytes(data)
-        os.replace(partial, path)
+        with replacing(path) as part:
+            part.write_bytes(data)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
