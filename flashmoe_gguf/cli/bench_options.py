@@ -13,7 +13,7 @@ from flashmoe_gguf.bench.arm import STREAMED, Arm
 from flashmoe_gguf.bench.cases import ARMS, IN_RAM, NamedArm, parse_arm
 from flashmoe_gguf.bench.cold import WAYS
 from flashmoe_gguf.budget import parse_size
-from flashmoe_gguf.cli.options import MAX_THREADS, Finite, default_threads, ngl_option
+from flashmoe_gguf.cli.options import Finite, default_threads, ngl_option, threads_option
 from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.errors import OptionError
 
@@ -212,14 +212,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Tokens of context.",
         show_default="what the tokens need, 1024 at least",
     ),
-    click.option(
-        "-t",
-        "--threads",
-        type=click.IntRange(1, MAX_THREADS),
-        metavar="N",
-        help="Compute threads.",
-        show_default="one per physical core",
-    ),
+    threads_option,
     click.option(
         "--ubatch", type=_COUNT, default=128, metavar="N", help="Prompt tokens computed at once."
     ),

@@ -10,7 +10,7 @@ import click
 from flashmoe_gguf.budget import format_size
 from flashmoe_gguf.cli.demo_arm import Request, Result, run_arm
 from flashmoe_gguf.cli.exits import UNEXPECTED
-from flashmoe_gguf.cli.options import MAX_THREADS, default_threads
+from flashmoe_gguf.cli.options import default_threads, threads_option
 from flashmoe_gguf.cli.progress import Activity, State, format_rate
 from flashmoe_gguf.cli.screen import Screen, count, format_table
 from flashmoe_gguf.store import Geometry, read_geometry
@@ -27,14 +27,7 @@ _MAX_TOKENS = 64
     default=QUESTION,
     help="The question.",
 )
-@click.option(
-    "-t",
-    "--threads",
-    type=click.IntRange(1, MAX_THREADS),
-    metavar="N",
-    help="Compute threads.",
-    show_default="one per physical core",
-)
+@threads_option
 @click.pass_context
 def demo(ctx: click.Context, prompt: str, threads: int | None) -> None:
     """Chat with a small built-in model, and check the output against stock llama.cpp.

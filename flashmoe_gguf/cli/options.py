@@ -25,6 +25,22 @@ DEFAULT_BATCH = 512
 
 MAX_THREADS = 512  # ggml.h: GGML_MAX_N_THREADS; more ends the process
 
+ctx_option = click.option(
+    "-c",
+    "--ctx",
+    type=click.IntRange(0, 2**31 - 1),
+    metavar="N",
+    help="Tokens of context; 0: as many as the model was trained for.",
+    show_default=f"{DEFAULT_CTX}, or the model's own if that is less",
+)
+threads_option = click.option(
+    "-t",
+    "--threads",
+    type=click.IntRange(1, MAX_THREADS),
+    metavar="N",
+    help="Compute threads.",
+    show_default="one per physical core",
+)
 _NO_STREAM = click.option(
     "--no-stream",
     is_flag=True,
@@ -147,22 +163,8 @@ def load_options_without_trace(command: F, *, model_required: bool, many: bool =
                 "buffers and expert cache. auto: what is available, less a tenth.",
                 show_default="auto",
             ),
-            click.option(
-                "-c",
-                "--ctx",
-                type=click.IntRange(0, 2**31 - 1),
-                metavar="N",
-                help="Tokens of context; 0: as many as the model was trained for.",
-                show_default=f"{DEFAULT_CTX}, or the model's own if that is less",
-            ),
-            click.option(
-                "-t",
-                "--threads",
-                type=click.IntRange(1, MAX_THREADS),
-                metavar="N",
-                help="Compute threads.",
-                show_default="one per physical core",
-            ),
+            ctx_option,
+            threads_option,
             click.option(
                 "-b",
                 "--batch",

@@ -13,10 +13,11 @@ from flashmoe_gguf.budget import RunSizes, estimate_fixed, format_size, parse_ra
 from flashmoe_gguf.cli.options import (
     DEFAULT_BATCH,
     DEFAULT_CTX,
-    MAX_THREADS,
     Finite,
+    ctx_option,
     default_threads,
     ngl_option,
+    threads_option,
 )
 from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.cli.plan_text import device_rows
@@ -42,22 +43,8 @@ _GB = 1e9
     default="auto",
     help="The budget to plan for, such as 8G; auto: what is available, less a tenth.",
 )
-@click.option(
-    "-c",
-    "--ctx",
-    type=click.IntRange(min=0, max=2**31 - 1),
-    metavar="N",
-    help="Tokens of context; 0: as many as the model was trained for.",
-    show_default=f"{DEFAULT_CTX}, or the model's own if that is less",
-)
-@click.option(
-    "-t",
-    "--threads",
-    type=click.IntRange(1, MAX_THREADS),
-    metavar="N",
-    help="Compute threads.",
-    show_default="one per physical core",
-)
+@ctx_option
+@threads_option
 @click.option(
     "--ubatch",
     type=click.IntRange(min=1),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashmoe_gguf.budget import format_size, parse_ram
-from flashmoe_gguf.cli.options import DEFAULT_BATCH, DEFAULT_CTX, MAX_THREADS, default_threads
+from flashmoe_gguf.cli.options import DEFAULT_BATCH, DEFAULT_CTX, default_threads, threads_option
 from flashmoe_gguf.cli.paths import FilePath
 from flashmoe_gguf.cli.progress import Activity, format_seconds
 from flashmoe_gguf.cli.screen import Screen, count, format_table
@@ -58,14 +58,7 @@ _NAMES = {
     help="Tokens of context, as it is to run.",
     show_default=f"{DEFAULT_CTX}, or the model's own if that is less",
 )
-@click.option(
-    "-t",
-    "--threads",
-    type=click.IntRange(1, MAX_THREADS),
-    metavar="N",
-    help="Compute threads.",
-    show_default="one per physical core",
-)
+@threads_option
 @click.option(
     "--gen",
     type=click.IntRange(min=8),
