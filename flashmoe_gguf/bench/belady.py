@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flashmoe_gguf._native import simulate
 from flashmoe_gguf.trace import NO_EXPERT, Trace
-
-_NEVER = 1 << 60
 
 
 def belady_misses(
@@ -20,34 +19,29 @@ def belady_misses(
     farthest in the future (Belady 1966).
 
     experts [n_tokens, k]: what each token uses, NO_EXPERT where fewer. The cache starts empty at
-    token 0. A token's experts are looked up together, and all of them stay for the next token where
-    they have room; with fewer slots than that, the ones used soonest do.
+    token 0. A token's experts all stay for the next token where a token's find room; with fewer
+    slots than that, the ones used soonest do.
     """
-    tokens = [[int(e) for e in row if e != NO_EXPERT] for row in experts]
-    last = len(tokens) if last is None else min(last, len(tokens))
-    next_use = _next_uses(tokens)
-    resident: dict[int, int] = {}
-    misses = 0
-    for at, row in enumerate(tokens[:last]):
-        if at >= first:
-            misses += sum(e not in resident for e in row)
-        used = dict(zip(row, next_use[at], strict=True))
-        resident.update(used)
-        keep = used if len(used) <= n_slots else {}
-        while len(resident) > n_slots:
-            victim = max((e for e in resident if e not in keep), key=resident.__getitem__)
-            del resident[victim]
-    return misses
+    n_tokens = len(experts)
+    known = experts[experts != NO_EXPERT]
+    n_expert = np.array([int(known.max()) + 1 if known.size else 1], np.int32)
+    slots = np.minimum(np.array([n_slots], np.int32), n_expert)
 
+    def from_token(at: int) -> int:
+        if at >= n_tokens:
+            return 0
+        counts = simulate(
+            "belady",
+            experts[:, None].astype(np.uint16),
+            np.zeros(1, np.int64),
+            n_expert,
+            slots,
+            bypass=n_slots < experts.shape[1],
+            count_from=at,
+        )
+        return int((counts.lookups - counts.hits).sum())
 
-def _next_uses(tokens: list[list[int]]) -> list[list[int]]:
-    seen: dict[int, int] = {}
-    uses: list[list[int]] = []
-    for at in range(len(tokens) - 1, -1, -1):
-        uses.append([seen.get(e, _NEVER) for e in tokens[at]])
-        seen.update(dict.fromkeys(tokens[at], at))
-    uses.reverse()
-    return uses
+    return from_token(first) - (from_token(last) if last is not None else 0)
 
 
 def belady_miss_bytes(
