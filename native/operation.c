@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "clock.h"
+#include "home.h"
 #include "stream.h"
 
 static struct operation *new_operation(struct fm_stream *stream) {
@@ -274,6 +275,10 @@ static const void *wait_for(struct operation *op, struct entry *entry) {
     struct fm_stream *stream = op->stream;
     const uint64_t begun = fm_clock_ns();
     struct load *load;
+    struct fm_home home = {.cpu = -1};
+    if (op->n_threads > 1) {
+        fm_home_wait(&home, begun);
+    }
     pthread_mutex_lock(&stream->lock);
     stream->n_waiting++;
     while ((load = atomic_load_explicit(&entry->load, memory_order_acquire)) == NULL ||
@@ -284,6 +289,7 @@ static const void *wait_for(struct operation *op, struct entry *entry) {
     stream->stats.waits++;
     stream->stats.wait_ns += (fm_clock_ns() - begun) / (uint64_t)op->n_threads;
     pthread_mutex_unlock(&stream->lock);
+    fm_home_leave(&home);
     return atomic_load_explicit(&load->state, memory_order_acquire) == LOAD_READY ? load->data : stream->zeros;
 }
 
