@@ -1,6 +1,6 @@
 /* io.c: the worker pools, one per drive. Owns the queues, the threads and the open files. A worker
- * sleeps until there is a request for its drive, takes the most urgent, reads, and reports. Faults for
- * tests are injected here, between the queue and the file, so that everything above runs as in
+ * sleeps until there is a request for its drive, takes the most urgent, wakes another if there are more,
+ * reads, and reports. Whoever submits wakes one at most: it computes. Faults for tests are injected here, between the queue and the file, so that everything above runs as in
  * production. */
 
 #include "io.h"
@@ -39,7 +39,9 @@ struct drive {
     pthread_cond_t wake;
     pthread_t workers[MAX_WORKERS];
     int n_workers;
-    int n_idle; /* idle reads that its workers have begun */
+    int n_sleeping; /* workers */
+    bool waking;    /* one of them is on its way */
+    int n_idle;     /* idle reads that its workers have begun */
 };
 
 struct file {
@@ -85,21 +87,35 @@ static struct request *queue_take(struct queue *q, struct request **link) {
     return r;
 }
 
-/* The most urgent request of a drive. Lock held. */
-static struct request *take_first(struct drive *drive) {
+/* The queue whose first request is to be read next; NULL: none now. Lock held. */
+static struct queue *first_queue(struct drive *drive) {
     for (int p = 0; p < FM_PRIORITY_IDLE; p++) {
         if (drive->queues[p].head != NULL) {
-            return queue_take(&drive->queues[p], &drive->queues[p].head);
+            return &drive->queues[p];
         }
     }
     struct queue *idle = &drive->queues[FM_PRIORITY_IDLE];
-    if (idle->head == NULL || drive->n_idle >= MAX_IDLE) {
-        return NULL; /* the worker whose idle read ends takes the next */
+    /* the worker whose idle read ends takes the next */
+    return idle->head != NULL && drive->n_idle < MAX_IDLE ? idle : NULL;
+}
+
+/* The most urgent request of a drive. Lock held. */
+static struct request *take_first(struct drive *drive) {
+    struct queue *queue = first_queue(drive);
+    if (queue == NULL) {
+        return NULL;
     }
-    struct request *r = queue_take(idle, &idle->head);
-    r->idle = true;
-    drive->n_idle++;
+    struct request *r = queue_take(queue, &queue->head);
+    r->idle = queue == &drive->queues[FM_PRIORITY_IDLE];
+    drive->n_idle += r->idle;
     return r;
+}
+
+/* Does a worker have to be woken? Then it counts as woken. Lock held. */
+static bool must_wake(struct drive *drive) {
+    const bool must = !drive->waking && drive->n_sleeping > 0 && first_queue(drive) != NULL;
+    drive->waking |= must;
+    return must;
 }
 
 /* The request at this position of the order in which they would run, were there one thread for all
@@ -175,11 +191,17 @@ static void *worker(void *arg) {
     for (;;) {
         struct request *r = take_first(drive);
         if (r != NULL) {
+            if (must_wake(drive)) {
+                pthread_cond_signal(&drive->wake);
+            }
             run(io, r);
         } else if (io->stopping) {
             break;
         } else {
+            drive->n_sleeping++;
             pthread_cond_wait(&drive->wake, &io->lock);
+            drive->n_sleeping--;
+            drive->waking = false;
         }
     }
     pthread_mutex_unlock(&io->lock);
@@ -303,6 +325,8 @@ uint64_t fm_io_file_size(const struct fm_io *io, int file) {
 
 bool fm_io_submit(struct fm_io *io, enum fm_priority priority, int file, uint64_t offset, size_t bytes,
                   size_t need, void *dst, void *owner) {
+    struct drive *drive = io->files[file].drive;
+    bool wake = false;
     pthread_mutex_lock(&io->lock);
     struct request *r = io->free_requests;
     if (r != NULL) {
@@ -312,11 +336,13 @@ bool fm_io_submit(struct fm_io *io, enum fm_priority priority, int file, uint64_
     }
     if (r != NULL) {
         *r = (struct request){.owner = owner, .dst = dst, .offset = offset, .bytes = bytes, .need = need, .file = file};
-        struct drive *drive = io->files[file].drive;
         queue_push(&drive->queues[priority], r);
-        pthread_cond_signal(&drive->wake);
+        wake = must_wake(drive);
     }
     pthread_mutex_unlock(&io->lock);
+    if (wake) {
+        pthread_cond_signal(&drive->wake); /* not before: it would wait for the lock at once */
+    }
     return r != NULL;
 }
 
@@ -362,8 +388,8 @@ void fm_io_promote(struct fm_io *io, const void *owner, enum fm_priority priorit
         struct drive *drive = io->drives[d];
         for (int p = priority + 1; p < FM_PRIORITY_COUNT; p++) {
             /* workers may sleep although idle requests are queued */
-            if (move(&drive->queues[p], &drive->queues[priority], owner) && p == FM_PRIORITY_IDLE) {
-                pthread_cond_broadcast(&drive->wake);
+            if (move(&drive->queues[p], &drive->queues[priority], owner) && must_wake(drive)) {
+                pthread_cond_signal(&drive->wake);
             }
         }
     }
