@@ -1,4 +1,4 @@
-"""`lookahead=`: guesses at the next layer's experts while the drive would idle."""
+"""`lookahead=`: guesses at the next layers' experts while the drive would idle."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from flashmoe_gguf.errors import OptionError
 
 @dataclass(frozen=True)
 class Lookahead:
-    """Guesses at the next layer's experts: by what, how many at most, and whether only while it
-    is measured to gain.
+    """Guesses at the next layers' experts: by what, how many each at most, and whether only while
+    it is measured to gain.
     """
 
     predictor: str

@@ -1,5 +1,7 @@
-/* lookahead.c: while attention and the router compute, the drive would idle. Likely experts of the next
- * group are read meanwhile, at idle priority, into slots whose experts the policy would give up next.
+/* lookahead.c: while attention and the router compute, or a group finds all it needs, the drive would
+ * idle. Likely experts of the next groups are read meanwhile, at idle priority, into slots whose experts
+ * the policy would give up next. As many groups ahead as the predictor can see: in the time of one, few
+ * guesses arrive before they are wanted.
  *
  * A guess that is used stays; one that is not is given up, or leaves first when it has landed already.
  * Only for single tokens: a prefill keeps the drive busy by itself (ring.c). Width and threshold follow
@@ -205,7 +207,7 @@ static bool knows_parts(const struct group *group) {
 static void guess(struct fm_stream *stream, int32_t index) {
     struct fm_lookahead *l = stream->lookahead;
     struct group *group = &stream->groups[index];
-    if (!l->on || fm_slots_open(group) == 0 || fm_slots_open(group) == group->n_expert || group->n_guessed > 0 ||
+    if (!l->on || fm_slots_open(group) == 0 || fm_slots_open(group) == group->n_expert || group->n_guessed >= l->width ||
         !knows_parts(group)) {
         return;
     }
@@ -213,7 +215,7 @@ static void guess(struct fm_stream *stream, int32_t index) {
     for (int32_t e = 0; e < group->n_expert; e++) {
         group->keep[e] = l->probability[e] > keep_from;
     }
-    for (int32_t i = 0; i < l->width; i++) {
+    for (int32_t i = group->n_guessed; i < l->width; i++) {
         const int32_t expert = best_guess(l, group);
         if (expert < 0 || !read_guess(stream, index, expert)) {
             break;
@@ -236,7 +238,9 @@ void fm_lookahead_next(struct fm_stream *stream, int32_t index, const struct fm_
         clock_token(l);
     }
     l->type->observe(l->predictor, index, &observation);
-    guess(stream, index + 1 < stream->n_groups ? index + 1 : 0);
+    for (int32_t ahead = 1; ahead <= l->type->n_ahead && ahead < stream->n_groups; ahead++) {
+        guess(stream, (index + ahead) % stream->n_groups);
+    }
 }
 
 void fm_lookahead_free(struct fm_lookahead *l) {

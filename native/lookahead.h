@@ -1,4 +1,4 @@
-/* lookahead.h: guesses at the experts that the next group will use before its router has run. A
+/* lookahead.h: guesses at the experts that the next groups will use before their routers have run. A
  * predictor gives probabilities; lookahead.c turns the best of them into reads. */
 #pragma once
 
@@ -17,12 +17,13 @@ struct fm_observation {
 
 struct fm_predictor_type {
     const char *name;
+    int32_t n_ahead; /* groups after the last one observed that it can predict */
     /* NULL: no memory. */
     struct fm_predictor *(*create)(const struct fm_policy_setup *setup);
     void (*destroy)(struct fm_predictor *predictor);
     /* The routing of the current token at this group; tokens pass the groups in order. */
     void (*observe)(struct fm_predictor *predictor, int32_t group, const struct fm_observation *observation);
-    /* The chance of each expert [n_expert] to be used by the group that the token reaches next. */
+    /* The chance of each expert [n_expert] to be used by a group that the token reaches soon. */
     void (*predict)(struct fm_predictor *predictor, int32_t group, float *probability);
 };
 

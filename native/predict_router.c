@@ -143,6 +143,7 @@ static void predict(struct fm_predictor *p, int32_t index, float *probability) {
 
 const struct fm_predictor_type fm_predictor_router = {
     .name = "router",
+    .n_ahead = 1,
     .create = create,
     .destroy = destroy,
     .observe = observe,

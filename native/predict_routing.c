@@ -1,6 +1,7 @@
 /* predict_routing.c: the routing-context predictor. What the token has used in the four groups before, and
  * what the group used for the last token, say what the group will use: a logistic model per expert
- * that learns from each token as it passes. */
+ * that learns from each token as it passes. Three groups ahead it does without those between: its
+ * prediction is made anew at each of them, and learned from at the last. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -252,6 +253,7 @@ static void observe(struct fm_predictor *predictor, int32_t g, const struct fm_o
 
 const struct fm_predictor_type fm_predictor_routing = {
     .name = "routing",
+    .n_ahead = 3,
     .create = create,
     .destroy = destroy,
     .observe = observe,

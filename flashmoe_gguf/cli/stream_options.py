@@ -36,8 +36,8 @@ STREAM_OPTIONS = (
         "--lookahead",
         metavar="auto|off|N",
         default="auto",
-        help="Read likely experts of the next layer early, N at most; auto: one, while that is "
-        "measured to be faster. routing:N and router:N choose how they are guessed.",
+        help="Read likely experts of the next layers early, N each at most; auto: one, while that "
+        "is measured to be faster. routing:N and router:N choose how they are guessed.",
     ),
     click.option(
         "--io",

@@ -38,6 +38,7 @@ static void predict_one(struct fm_predictor *p, int32_t group, float *probabilit
 
 static const struct fm_predictor_type sure = {
     .name = "sure",
+    .n_ahead = 3,
     .create = create_sure,
     .destroy = destroy_sure,
     .observe = observe_nothing,
@@ -257,6 +258,7 @@ static void predict_any(struct fm_predictor *p, int32_t group, float *probabilit
 
 static const struct fm_predictor_type any = {
     .name = "any",
+    .n_ahead = 3,
     .create = create_sure,
     .destroy = destroy_sure,
     .observe = observe_nothing,

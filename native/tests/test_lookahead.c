@@ -42,6 +42,7 @@ static void predict_scripted(struct fm_predictor *p, int32_t group, float *proba
 
 static const struct fm_predictor_type scripted = {
     .name = "scripted",
+    .n_ahead = 3,
     .create = create_scripted,
     .destroy = destroy_scripted,
     .observe = observe_scripted,
