@@ -5,8 +5,7 @@
 find_package(Python REQUIRED COMPONENTS Interpreter)
 set(llama_work "${CMAKE_BINARY_DIR}/llama")
 
-list(JOIN user_args "\n" args_text)
-file(WRITE "${CMAKE_BINARY_DIR}/llama-args.txt" "${args_text}\n")
+file(WRITE "${CMAKE_BINARY_DIR}/llama-args.txt" "${user_args_text}")
 
 set(llama_include_dirs
   "${llama_work}/source/include"
