@@ -8,20 +8,17 @@ import struct
 import xxhash
 
 from flashmoe_gguf.errors import ModelFileError
+from flashmoe_gguf.gguf import Header
 from flashmoe_gguf.gguf.cursor import shown
-from flashmoe_gguf.store import Geometry
 
 
-def model_fingerprint(geometry: Geometry) -> str:
-    """The fingerprint of a model: XXH3-128 over each shard's size and header, in hex.
+def header_fingerprint(header: Header) -> str:
+    """XXH3-128 over each shard's size and header, in hex; `Geometry.fingerprint` is a model's.
 
-    A packed file has that of its source (`flashmoe.source.fingerprint`). Raises ModelFileError
-    when a header cannot be read any more.
+    Raises ModelFileError when a header cannot be read any more.
     """
-    if geometry.packed is not None:
-        return geometry.packed.fingerprint
     digest = xxhash.xxh3_128()
-    for shard in geometry.header.shards:
+    for shard in header.shards:
         digest.update(struct.pack("<Q", shard.size_bytes))
         try:
             with open(shard.path, "rb") as file:

@@ -17,7 +17,6 @@ from flashmoe_gguf._native import simulate
 from flashmoe_gguf.auto_policy import recent_file
 from flashmoe_gguf.budget import AUTO, Fixed, GroupCost, Plan, make_plan, slot_order
 from flashmoe_gguf.errors import TraceError
-from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.store import Geometry
 from flashmoe_gguf.trace import NO_EXPERT, Trace, read_trace
 
@@ -138,7 +137,7 @@ def planned(
     even = make_plan(ram_bytes, fixed, groups)
     if quotas == AUTO and 0 < even.slot_bytes < even.all_slot_bytes:
         n_expert = np.array([group.n_expert for group in geometry.groups], np.int32)
-        curves = known_curves(model_fingerprint(geometry), n_expert)
+        curves = known_curves(geometry.fingerprint, n_expert)
     if curves is None:
         return even
     expert_bytes = [group.expert_bytes for group in geometry.groups]

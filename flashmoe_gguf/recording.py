@@ -8,7 +8,6 @@ import numpy as np
 
 from flashmoe_gguf._native import NativeStream
 from flashmoe_gguf.errors import TraceError
-from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.store import Geometry
 from flashmoe_gguf.trace import Collection, Column, Trace
 
@@ -49,7 +48,7 @@ class Recording:
             for i, group in enumerate(geometry.groups)
             if n_bound[i]
         ]
-        self._collection = Collection(columns, model_fingerprint(geometry))
+        self._collection = Collection(columns, geometry.fingerprint)
         row_bytes = self._n_groups * k * (6 if with_probs else 2)
         native.start_trace(k, max(1, _MAX_BYTES // row_bytes), with_probs)
 

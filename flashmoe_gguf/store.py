@@ -11,8 +11,10 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from flashmoe_gguf.errors import ModelFileError
+from flashmoe_gguf.fingerprint import header_fingerprint
 from flashmoe_gguf.gguf import Header, Shard, TensorInfo, read_header
 from flashmoe_gguf.gguf.cursor import shown
 from flashmoe_gguf.packed import PREFIX, Located, PackedInfo, Place, place_of, read_packed
@@ -110,6 +112,14 @@ class Geometry:
     def files(self) -> tuple[Shard, ...]:
         """All files of the model: its shards, then its stripes."""
         return (*self.header.shards, *(self.packed.stripes if self.packed else ()))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What the model is known by, in hex; a packed file has that of its source.
+
+        Raises ModelFileError when a header cannot be read any more.
+        """
+        return header_fingerprint(self.header) if self.packed is None else self.packed.fingerprint
 
     @property
     def is_moe(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import weakref
 from pathlib import Path
@@ -15,7 +14,6 @@ from flashmoe_gguf._native import ForeignPolicy, GroupCounts, NativeStream, poli
 from flashmoe_gguf.auto_policy import choose_by_replay, keep_recent
 from flashmoe_gguf.budget import GroupCost, ring_buffers
 from flashmoe_gguf.errors import ExpertReadError, FlashMoEError, ModelFileError, OptionError
-from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.lookahead import parse_lookahead
 from flashmoe_gguf.policy import SIMULATED, TRAINED, PolicyClass, find_class
 from flashmoe_gguf.policy_weights import SCHEMAS, PolicyMemory, weights_path
@@ -193,13 +191,10 @@ class ExpertStream:
         """Uses so many slots per group from now on, no more than at the start."""
         self.native.resize(slots)
 
-    @functools.cached_property
-    def _fingerprint(self) -> str:
-        return model_fingerprint(self.geometry)  # reads every header
-
     def _make_policy(self, slots: tuple[int, ...]) -> str | ForeignPolicy:
         if self._chosen == "auto":
-            choice = choose_by_replay(self._fingerprint, self.n_expert, np.array(slots, np.int32))
+            fingerprint, n_slots = self.geometry.fingerprint, np.array(slots, np.int32)
+            choice = choose_by_replay(fingerprint, self.n_expert, n_slots)
             self._chosen, self._reason = choice.policy, choice.reason
         if isinstance(self._chosen, str):
             return self._chosen
@@ -215,8 +210,9 @@ class ExpertStream:
             if given is not None and self._settings.policy != "auto":
                 raise OptionError(f"policy {policy} learns nothing", "leave out the policy file")
             return
-        path = Path(given) if given is not None else weights_path(policy, self._fingerprint)
-        self._memory = PolicyMemory(path, policy, self._fingerprint, is_given=given is not None)
+        fingerprint = self.geometry.fingerprint
+        path = Path(given) if given is not None else weights_path(policy, fingerprint)
+        self._memory = PolicyMemory(path, policy, fingerprint, is_given=given is not None)
         if self._settings.forget:
             self._memory.forget()
         weights = self._memory.load()
@@ -319,7 +315,7 @@ class ExpertStream:
         with contextlib.suppress(ModelFileError):  # the file is gone
             experts, _ = self.window()
             layers = np.array([group.layer for group in self.geometry.groups], np.int32)
-            keep_recent(self._fingerprint, experts, self.n_expert, layers)
+            keep_recent(self.geometry.fingerprint, experts, self.n_expert, layers)
         memory, self._memory = self._memory, None
         weights = self.native.policy_weights() if memory is not None else None
         if memory is not None and weights is not None:

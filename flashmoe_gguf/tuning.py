@@ -24,7 +24,6 @@ from typing import Any
 from flashmoe_gguf._native import policy_names
 from flashmoe_gguf.cache_dir import cache_dir
 from flashmoe_gguf.errors import FlashMoEError, OptionError
-from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.hardware import cpu_name, drive_of
 from flashmoe_gguf.lookahead import parse_lookahead
 from flashmoe_gguf.replacing import replacing
@@ -85,7 +84,7 @@ class Kept:
 
 def tuned_file(geometry: Geometry) -> Path:
     """Where what was found for a model is kept. A packed file shares it with its source."""
-    return cache_dir() / "tuned" / f"{model_fingerprint(geometry)}.json"
+    return cache_dir() / "tuned" / f"{geometry.fingerprint}.json"
 
 
 def machine_of(geometry: Geometry) -> dict[str, str]:

@@ -14,7 +14,6 @@ import pytest
 
 from flashmoe_gguf import FlashMoEError, Llama, budget, governor
 from flashmoe_gguf.cache_dir import cache_dir
-from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.policy_weights import PolicyMemory, save_weights, weights_path
 from flashmoe_gguf.store import read_geometry
 from flashmoe_gguf.streaming import ExpertStream
@@ -86,7 +85,7 @@ def test_kept_weights_that_the_policy_refuses_are_left_alone(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    fingerprint = model_fingerprint(read_geometry(model))
+    fingerprint = read_geometry(model).fingerprint
     path = weights_path("learned", fingerprint)
     save_weights(path, np.ones(3, np.float32), policy="learned", fingerprint=fingerprint)
     load(model, n_slots=2, policy="learned").close()

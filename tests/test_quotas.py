@@ -15,7 +15,6 @@ from flashmoe_gguf import Llama, OptionError
 from flashmoe_gguf.auto_policy import keep_recent, recent_file
 from flashmoe_gguf.budget import Fixed, GroupCost, Plan, make_plan
 from flashmoe_gguf.cli.plan_text import plan_rows
-from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.quotas import (
     LEAST_TOKENS,
     Curves,
@@ -166,7 +165,7 @@ def test_a_model_is_planned_by_its_own_routing(
     assert plan() == (even, 0)
     kinds = (3,) + (n_expert,) * (len(groups) - 1)
     known = routing(2000, kinds, n_expert)
-    keep_recent(model_fingerprint(geometry), known.experts, known.n_expert, known.layers)
+    keep_recent(geometry.fingerprint, known.experts, known.n_expert, known.layers)
     slots, n_tokens = plan()
     assert n_tokens == 2000 and slots[0] < n_expert // 2 and sum(slots) == sum(even)
     assert plan("even") == (even, 0)
@@ -183,7 +182,7 @@ def test_loading_uses_them_and_says_so(
     geometry = read_geometry(path)
     known = routing(2000, (3,) + (geometry.n_expert,) * (len(geometry.groups) - 1), 10)
     assert geometry.n_expert == 10
-    fingerprint = model_fingerprint(geometry)
+    fingerprint = geometry.fingerprint
     keep_recent(fingerprint, known.experts, known.n_expert, known.layers)
 
     def half(_ram: int, fixed: Fixed, groups: list[GroupCost], *rest: Any) -> Plan:

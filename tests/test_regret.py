@@ -14,7 +14,6 @@ from flashmoe_gguf import Llama, auto_policy
 from flashmoe_gguf.auto_policy import choose_by_replay, keep_recent, recent_file
 from flashmoe_gguf.bench.synthetic_trace import synthetic_trace
 from flashmoe_gguf.cli.stats_text import regret_text
-from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.regret import LEAST_TOKENS, Regret, RegretGauge, measure_regret
 from flashmoe_gguf.trace import read_trace
 
@@ -110,7 +109,7 @@ def test_a_model_measures_itself_and_remembers(
     assert regret is not None
     assert regret.lru - 0.02 < regret.actual <= regret.belady + 0.02
     ids, _ = experts.window()
-    fingerprint = model_fingerprint(llm.geometry)
+    fingerprint = llm.geometry.fingerprint
     llm.close()
 
     recorded = read_trace(trace).experts[3:]

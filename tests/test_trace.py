@@ -19,7 +19,6 @@ from cli_tools import make_replay_model
 from flashmoe_gguf import ExpertReadError, Llama, OptionError
 from flashmoe_gguf.bench.synthetic import synthetic_trace
 from flashmoe_gguf.errors import TraceError
-from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.pack import pack_model
 from flashmoe_gguf.store import read_geometry
 from flashmoe_gguf.trace import (
@@ -212,15 +211,15 @@ def test_the_routing_is_the_models(replay: Path, tmp_path: Path) -> None:
     assert np.flatnonzero(~answer).tolist() == [*range(20), *range(50, 54)]
     assert (trace.layers.tolist(), trace.n_expert.tolist()) == ([0, 1, 2], [8, 8, 8])
     assert trace.probs is None
-    assert trace.fingerprint == model_fingerprint(read_geometry(replay))
+    assert trace.fingerprint == read_geometry(replay).fingerprint
 
 
 def test_a_packed_model_is_known_by_its_source(replay: Path, tmp_path: Path) -> None:
     pack_model(replay, tmp_path / "packed.gguf")
-    of_packed = model_fingerprint(read_geometry(tmp_path / "packed.gguf"))
-    assert of_packed == model_fingerprint(read_geometry(replay))
+    of_packed = read_geometry(tmp_path / "packed.gguf").fingerprint
+    assert of_packed == read_geometry(replay).fingerprint
     other = make_replay_model(tmp_path / "other.gguf", 50)
-    assert other is None or model_fingerprint(read_geometry(tmp_path / "other.gguf")) != of_packed
+    assert other is None or read_geometry(tmp_path / "other.gguf").fingerprint != of_packed
 
 
 @pytest.mark.parametrize("kind", ["qwen3moe", "gptoss", "fused"])

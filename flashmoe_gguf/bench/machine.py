@@ -15,7 +15,6 @@ import psutil
 from flashmoe_gguf import __version__
 from flashmoe_gguf.disk import read_bandwidth
 from flashmoe_gguf.errors import DiskError
-from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.hardware import cpu_name, drive_of
 from flashmoe_gguf.libs import library_dir
 from flashmoe_gguf.store import Geometry
@@ -43,7 +42,7 @@ def facts(geometry: Geometry) -> dict[str, Any]:
         **drive_of(path),
         "model": path.name,
         "model_bytes": sum(file.size_bytes for file in geometry.files),
-        "fingerprint": model_fingerprint(geometry),
+        "fingerprint": geometry.fingerprint,
         "architecture": geometry.architecture,
         "n_layer": geometry.n_layer,
         "n_expert": geometry.n_expert,
