@@ -252,7 +252,20 @@ def estimate_fixed(sizes: ModelSizes, run: RunSizes) -> Fixed:
         dense=sizes.dense_bytes,
         context=2 * sizes.kv_values * run.n_ctx + _compute_bytes(sizes, run),
         ring=sizes.ring_bytes,
+        policy=sum(learning_bytes(group.n_expert) for group in sizes.groups),
     )
+
+
+def learning_bytes(n_expert: int) -> int:
+    """What the policy `learned` and the routing predictor keep of a group: a row of numbers for
+    each expert of the groups that they look back at, and for sets of experts seen together
+    (native/policy_learned.h, policy_learned_model.c, predict_routing.c).
+    """
+    contexts = (9 if n_expert <= 64 else 5) + 5
+    n_sets = 4096
+    while n_sets > 1 and n_sets * n_expert > 65536:
+        n_sets //= 2
+    return 4 * n_expert * (contexts * n_expert + 2 * n_sets)
 
 
 def _compute_bytes(sizes: ModelSizes, run: RunSizes) -> int:

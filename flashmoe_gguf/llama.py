@@ -18,22 +18,19 @@ import numpy.typing as npt
 
 from flashmoe_gguf.arguments import check_arguments, load_error, refuse_unstreamable
 from flashmoe_gguf.assertions import assertions_raised
-from flashmoe_gguf.budget import (
-    Fixed,
-    Plan,
-    check_floor,
-    compute_bytes_about,
-    fixed_slots_plan,
-    kv_bytes_at_least,
-    parse_ram,
-)
+from flashmoe_gguf.budget import Plan, parse_ram
 from flashmoe_gguf.devices import keep_experts_on_host
 from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
 from flashmoe_gguf.governor import Governor
 from flashmoe_gguf.host import default_budget, process_memory
 from flashmoe_gguf.llama_log import collected_errors
+from flashmoe_gguf.loading import (
+    check_before_loading,
+    fixed_before_loading,
+    start_planned,
+    with_ubatch,
+)
 from flashmoe_gguf.placement import Placement, place_model
-from flashmoe_gguf.quotas import planned
 from flashmoe_gguf.recording import Recording, used_experts
 from flashmoe_gguf.settings import StreamSettings
 from flashmoe_gguf.shapes import check_loadable
@@ -41,7 +38,7 @@ from flashmoe_gguf.stats import ExpertUse, Stats
 from flashmoe_gguf.store import Geometry, read_geometry
 from flashmoe_gguf.streaming import ExpertStream, untouched_slot_bytes
 from flashmoe_gguf.trace import write_trace
-from flashmoe_gguf.ubatch import DEFAULT_UBATCH, ubatch_that_pays
+from flashmoe_gguf.ubatch import DEFAULT_UBATCH
 
 import llama_cpp  # isort: skip  # llama_log has made sure that it runs on our libraries
 
@@ -77,7 +74,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     - stream: False loads the model as llama_cpp does, which cannot load a packed file.
     - verify: of a packed file, check each expert's checksum when it is read "first", "always",
       or "off".
-    - lookahead: reading experts of the next layer before its router has run: "auto" (while it
+    - lookahead: reading experts of the next layers before their routers have run: "auto" (while it
       is measured to gain), "off", or how many per layer at most.
     - quotas: "auto" gives layers the slots that serve them best, by the routing of the model's
       last tokens, where it is known; "even" gives each the same share of its experts.
@@ -200,78 +197,40 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
 
     def _load_streamed(self, model_path: str, kwargs: dict[str, Any]) -> None:
         settings = self._settings
-        n_slots = settings.n_slots
         ram_bytes = parse_ram(settings.ram) or default_budget().limit_bytes
         process_bytes = process_memory()[0] + untouched_slot_bytes()
-        self._experts = ExpertStream(self.geometry, settings)
+        self._experts = experts = ExpertStream(self.geometry, settings)
         if kwargs.get("op_offload"):
-            self._experts.native.upload()
-        header, n_ctx = self.geometry.header, kwargs.get("n_ctx", 512)
-        quantized = kwargs.get("type_k") is not None or kwargs.get("type_v") is not None
-        placement = self._placement
-        dense = self.geometry.dense_bytes if placement is None else placement.host_dense
-        kv = kv_bytes_at_least(header, n_ctx) if placement is None else placement.host_kv
-        fixed = Fixed(
-            process=process_bytes,
-            dense=dense,
-            context=0 if quantized else kv,
-            ring=self._experts.stats().ring_bytes,
-        )
+            experts.native.upload()
+        fixed = fixed_before_loading(experts, settings, self._placement, kwargs, process_bytes)
         if kwargs.get("n_ubatch") == "auto":
-            kwargs = self._with_ubatch(kwargs, fixed, ram_bytes)
-        if n_slots is None:  # before loading, so that a hopeless budget costs nothing
-            n_ubatch = min(kwargs.get("n_ubatch", 512), kwargs.get("n_batch", 512), n_ctx or 512)
-            check_floor(ram_bytes, fixed, compute_bytes_about(header, n_ctx, n_ubatch))
+            kwargs = with_ubatch(experts, settings, kwargs, fixed, ram_bytes)
+        if settings.n_slots is None:
+            check_before_loading(experts, kwargs, fixed, ram_bytes)
         _, committed = process_memory()
-        with self._experts.native.attached():
+        with experts.native.attached():
             # not mmapped: dense weights live in anonymous memory, which the kernel cannot drop
             self._load(model_path, {**kwargs, "use_mmap": False})
         grown = process_memory()[1] - committed - self._untouched_bytes()
         fixed = replace(fixed, context=max(grown - fixed.dense, fixed.context))
-        costs = self._experts.costs()
         top_k = used_experts(self.geometry, kwargs.get("kv_overrides"))
-        if n_slots is None:
-            self._plan = planned(ram_bytes, fixed, costs, self.geometry, top_k, settings.quotas)
-        else:
-            self._plan = fixed_slots_plan(fixed, costs, n_slots)
-        _, committed = process_memory()
-        self._experts.start(self._plan.slots, self._plan.ram_bytes, top_k)
-        policy_bytes = process_memory()[1] - committed - self._experts.open_bytes()
-        if n_slots is None and policy_bytes > 0:  # what a policy takes is known once it is there
-            fixed = replace(fixed, policy=policy_bytes)
-            self._plan = planned(ram_bytes, fixed, costs, self.geometry, top_k, settings.quotas)
-            self._experts.shrink(self._plan.slots)
-        self._experts.begin()
-        if n_slots is None:
+        self._plan = start_planned(experts, settings, fixed, ram_bytes, top_k)
+        experts.begin()
+        if settings.n_slots is None:
             self._governor = Governor(
-                self._experts,
+                experts,
                 self._plan.slots,
-                costs,
+                experts.costs(),
                 committed=lambda: process_memory()[0] + untouched_slot_bytes(),
             )
-        n_bound = [g.n_bound for g in self._experts.groups()]
+        n_bound = [g.n_bound for g in experts.groups()]
         self._parts_per_pass = sum(n_bound)
         if settings.trace is not None:
             self._recording = Recording(
-                self._experts.native, self.geometry, n_bound, top_k, settings.trace_probs
+                experts.native, self.geometry, n_bound, top_k, settings.trace_probs
             )
         self._watch_context()
         _open.add(self)
-
-    def _with_ubatch(self, kwargs: dict[str, Any], fixed: Fixed, ram_bytes: int) -> dict[str, Any]:
-        """The arguments with a ubatch that pays, and a batch that holds it."""
-        header, n_ctx = self.geometry.header, kwargs.get("n_ctx") or DEFAULT_UBATCH
-        cached = ram_bytes - fixed.total
-        if self._settings.n_slots is not None and self.geometry.n_expert:
-            cached = self.geometry.expert_bytes * self._settings.n_slots // self.geometry.n_expert
-        n_ubatch = ubatch_that_pays(
-            self.geometry.expert_bytes - cached,
-            n_ctx,
-            ram_bytes,
-            lambda n: compute_bytes_about(header, n_ctx, n),
-        )
-        n_batch = max(kwargs.get("n_batch", DEFAULT_UBATCH), n_ubatch)
-        return {**kwargs, "n_batch": n_batch, "n_ubatch": n_ubatch}
 
     def eval(self, tokens: Sequence[int]) -> None:
         """As llama_cpp.Llama.eval; `eval_progress` can watch it from another thread."""
