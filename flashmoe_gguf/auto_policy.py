@@ -22,6 +22,8 @@ DEFAULT = "learned"
 # In order of preference; the first is taken unless another was better by more than this.
 CANDIDATES = ("learned", "dlfu", "lru")
 MARGIN = 0.002
+# It keeps a missing expert out of the cache where the others are worth more, and so it is replayed.
+BYPASSES = "learned"
 # Fewer tokens than this say nothing.
 LEAST_TOKENS = 256
 
@@ -78,6 +80,7 @@ def choose_by_replay(
             trace.seq[:-1],
             n_expert,
             n_slots,
+            bypass=policy == BYPASSES,
             count_from=trace.n_tokens // 4,
         )
         rates[policy] = counts.hits.sum() / max(counts.lookups.sum(), 1)
