@@ -146,7 +146,7 @@ def test_time_left_is_estimated_from_what_arms_took(monkeypatch: pytest.MonkeyPa
     progress = Progress(n_rounds=2, n_arms=3)
     assert progress.share == (0.0, 0.0)
     monkeypatch.setattr("time.monotonic", lambda: 104.0)
-    progress.taken = {0: [10.0], 1: [30.0]}
+    progress.taken, progress.to_run = {0: [10.0], 1: [30.0]}, [2]
     progress.arm_number, progress.arm_began, progress.seconds_done = 2, 100.0, 40.0
     assert progress.share == (44.0, 40.0 + 20.0 + 60.0)
     progress.arm_began = 0.0  # it takes longer than thought

@@ -170,7 +170,7 @@ def test_table_rows_and_picture(fake: Run, tmp_path: Path) -> None:
     done = fake("--rounds", "2", "--jsonl", rows, "--plot", picture, does=does)
     assert done.exit_code == 0, done.output
     order = ["in-ram", "stock", "stock-default", "streamed"]
-    assert ran(tmp_path) == order * 2
+    assert ran(tmp_path) == [*order, *order[1:], order[0]]  # none always follows the same one
     assert [json.loads(line)["arm"] for line in rows.read_text().splitlines()] == order * 2
     table = [line for line in done.stdout.splitlines() if line.startswith("|")]
     cells = [cell.strip() for cell in table[-1].split("|")[1:-1]]
@@ -221,7 +221,8 @@ def test_an_arm_that_is_killed_is_reported_and_not_run_again(fake: Run, tmp_path
     assert done.exit_code == 0, done.output
     assert ran(tmp_path) == [
         *("in-ram", "stock", "stock-default", "streamed"),
-        *("in-ram", "streamed") * 2,
+        *("streamed", "in-ram"),
+        *("in-ram", "streamed"),
     ]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [(r["failed"], r["killed"]) for r in rows if "failed" in r] == [
@@ -354,7 +355,7 @@ def test_what_the_progress_line_says() -> None:
     progress = Progress(1, 5, "streamed", 2, 4, "decoding", 100, 512)
     text = progress_text(progress_state(progress), 12.0)
     assert text == "round 2 of 5, arm 3 of 4 (streamed), decoding 100 of 512 tokens, 12 s"
-    progress.taken = {n: [10.0] for n in range(4)}
+    progress.taken, progress.to_run = {n: [10.0] for n in range(4)}, [2, 3]
     progress.seconds_done, progress.arm_began = 60.0, 0.0
     text = progress_text(progress_state(progress), 70.0)
     assert text.endswith("decoding 100 of 512 tokens, 35 %, 2 min 10 s left")

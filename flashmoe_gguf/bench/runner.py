@@ -32,7 +32,9 @@ _NOT_IN_ROWS = ("logits", "tokens", "process_swap_bytes")
 
 @dataclass
 class Progress:
-    """Where a bench is; written by the runner, read by whoever shows it. `seconds_*` estimate."""
+    """Where a bench is; written by the runner, read by whoever shows it. `to_run`: the cases left
+    in this round, the one that runs first. `seconds_*` estimate.
+    """
 
     round: int = 0
     n_rounds: int = 0
@@ -45,6 +47,7 @@ class Progress:
     arm_began: float = 0.0
     seconds_done: float = 0.0
     taken: dict[int, list[float]] = field(default_factory=dict)
+    to_run: Sequence[int] = ()
 
     def expected(self, number: int) -> float:
         """Seconds that an arm takes: as it did, or as the others did; 0 when nothing is known."""
@@ -54,19 +57,19 @@ class Progress:
     @property
     def share(self) -> tuple[float, float]:
         """(seconds done, seconds in all) as far as they can be known; (0, 0) at the start."""
-        if not self.taken:
+        if not self.taken or not self.to_run:
             return 0.0, 0.0
         each = [self.expected(number) for number in range(self.n_arms)]
-        here = min(time.monotonic() - self.arm_began, each[self.arm_number])
-        to_come = sum(each[self.arm_number :]) + sum(each) * (self.n_rounds - 1 - self.round)
+        here = min(time.monotonic() - self.arm_began, each[self.to_run[0]])
+        to_come = sum(each[i] for i in self.to_run) + sum(each) * (self.n_rounds - 1 - self.round)
         return self.seconds_done + here, self.seconds_done + to_come
 
 
 @dataclass(frozen=True)
 class Bench:
     """All that a bench needs. `facts` go into every row; `trace` is the routing of this very run,
-    or None; `bandwidth` in bytes per second, None unknown. `timeout`: seconds that one run of an
-    arm may take in all.
+    or None; `drive` measures bytes per second before every round, None unknown. `timeout`: seconds
+    that one run of an arm may take in all.
     """
 
     cases: Sequence[Case]
@@ -75,7 +78,7 @@ class Bench:
     facts: Row
     cold: str = "auto"
     timeout: float | None = None
-    bandwidth: float | None = None
+    drive: Callable[[], float | None] = lambda: None
     trace: Trace | None = None
 
     def check(self) -> None:
@@ -118,29 +121,33 @@ class Bench:
 
     def rounds(self, gate: Gate, progress: Progress) -> Iterator[list[Row]]:
         """The rows of one round after the other, each held to the same output before it is given.
+        A round begins with the arm after that which the one before began with: none always follows
+        the same one, which may leave memory in pieces, or the drive busy.
 
         An arm that was killed or crashed is not run again. Raises OutputDiffersError, and
         FlashMoEError for an arm that cannot run at all.
         """
         progress.n_rounds, progress.n_arms = self.n_rounds, len(self.cases)
-        failed: set[int] = set()
+        left = list(range(len(self.cases)))
         for number in range(self.n_rounds):
             rows = []
-            for index, case in enumerate(self.cases):
-                if index in failed:
-                    continue
-                progress.round, progress.arm, progress.arm_number = number, case.name, index
+            bandwidth = self.drive()
+            order = left[number % len(left) :] + left[: number % len(left)] if left else []
+            for position, index in enumerate(order):
+                case = self.cases[index]
+                progress.round, progress.arm, progress.arm_number = number, case.name, position
+                progress.to_run = order[position:]
                 progress.phase, progress.arm_began = "starting", time.monotonic()
                 progress.done = progress.total = 0
                 row = self._run(case, gate, progress)
                 took = time.monotonic() - progress.arm_began
                 progress.taken.setdefault(index, []).append(took)
                 progress.seconds_done += took
-                rows.append({**row, "round": number})
+                rows.append({**row, "round": number, "disk_bytes_per_second": bandwidth})
                 if "failed" in row:
-                    failed.add(index)
+                    left.remove(index)
                     progress.taken[index] = [0.0]
-            add_bounds(rows, self.bandwidth, self.trace, _expert_bytes(self.cases))
+            add_bounds(rows, bandwidth, self.trace, _expert_bytes(self.cases))
             yield rows
 
     def _run(self, case: Case, gate: Gate, progress: Progress) -> Row:
@@ -194,7 +201,6 @@ class Bench:
             "n_warmup_asked": arm.n_warmup,
             "n_gen_asked": arm.n_gen,
             "seconds_cap": arm.seconds,
-            "disk_bytes_per_second": self.bandwidth,
         }
 
 

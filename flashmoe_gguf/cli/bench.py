@@ -8,7 +8,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
 
@@ -47,7 +49,6 @@ from flashmoe_gguf.cli.options import read_text
 from flashmoe_gguf.cli.progress import Activity, ByteCount, State
 from flashmoe_gguf.cli.screen import Screen, count
 from flashmoe_gguf.errors import OptionError, TraceError
-from flashmoe_gguf.fingerprint import model_fingerprint
 from flashmoe_gguf.gguf.cursor import shown
 from flashmoe_gguf.host import available_memory
 from flashmoe_gguf.placement import AUTO
@@ -130,7 +131,7 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
             facts(geometry),
             options.cold,
             options.timeout or None,
-            disk_bandwidth(geometry.files[0].path),
+            partial(disk_bandwidth, geometry.files[0].path),
             trace,
         )
         with Activity(screen, "trying the arms", lambda: None):
@@ -146,7 +147,7 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
         lines = summarise(rows)
         if options.plot is not None:
             draw(lines, _title(geometry, cases[0]), Path(options.plot))
-    _print(options, measuring, lines, gate)
+    _print(options, measuring, lines, gate, _median_bandwidth(rows))
     if not gate.streamed:
         ctx.exit(UNEXPECTED)
 
@@ -206,7 +207,7 @@ def _trace(path: Path | None, geometry: Geometry) -> Trace | None:
     if path is None:
         return None
     trace = read_trace(path)
-    if not is_replay(geometry) and trace.fingerprint not in ("", model_fingerprint(geometry)):
+    if not is_replay(geometry) and trace.fingerprint not in ("", geometry.fingerprint):
         raise TraceError(
             f"{shown(path)} was recorded with another model",
             "give the trace of this one, or leave out --trace",
@@ -229,7 +230,7 @@ def _packed(options: BenchOptions, geometry: Geometry, screen: Screen) -> Path:
     if options.packed is not None:
         path = Path(options.packed)
         given = read_geometry(path)
-        if given.packed is None or given.packed.fingerprint != model_fingerprint(geometry):
+        if given.packed is None or given.packed.fingerprint != geometry.fingerprint:
             raise OptionError(
                 f"{shown(path.name)} was not packed from {shown(geometry.header.path.name)}",
                 "leave out --packed, or pack it: flashmoe pack",
@@ -238,7 +239,7 @@ def _packed(options: BenchOptions, geometry: Geometry, screen: Screen) -> Path:
     from flashmoe_gguf.cache_dir import cache_dir
     from flashmoe_gguf.pack import pack_model
 
-    path = cache_dir() / f"bench-{model_fingerprint(geometry)[:16]}.packed.gguf"
+    path = cache_dir() / f"bench-{geometry.fingerprint[:16]}.packed.gguf"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = ByteCount()
     with Activity(screen, "packing", done.state):
@@ -292,12 +293,23 @@ def _title(geometry: Geometry, case: Case) -> str:
     return f"{name}, prompt {case.arm.n_prompt}, {count(case.arm.n_threads, 'thread')}"
 
 
-def _print(options: BenchOptions, measuring: Bench, lines: list[Line], gate: Gate) -> None:
+def _median_bandwidth(rows: list[dict[str, Any]]) -> float | None:
+    known = [row["disk_bytes_per_second"] for row in rows if row["disk_bytes_per_second"]]
+    return median(known) if known else None
+
+
+def _print(
+    options: BenchOptions,
+    measuring: Bench,
+    lines: list[Line],
+    gate: Gate,
+    bandwidth: float | None,
+) -> None:
     if options.as_json:
         same = gate.same_tokens()
         result = {
             "conditions": {**measuring.facts, "limiter": measuring.limiter.name},
-            "disk_bytes_per_second": measuring.bandwidth,
+            "disk_bytes_per_second": bandwidth,
             "same_output": {
                 "steps_against_stock": gate.steps,
                 "steps": gate.longest,
@@ -319,5 +331,5 @@ def _print(options: BenchOptions, measuring: Bench, lines: list[Line], gate: Gat
     click.echo("")
     print_table(result_table(lines))
     click.echo("")
-    for note in notes(lines, gate, measuring.bandwidth):
+    for note in notes(lines, gate, bandwidth):
         click.echo(note)
