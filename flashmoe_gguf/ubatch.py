@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 DEFAULT_UBATCH = 512
-MOST = 2048
+MOST_UBATCH = 2048
 # A drive that gives 1.6 GB/s and cores that compute 200 tokens/s in a prefill are even at this.
 BYTES_PER_TOKEN = 8 << 20
 # Compute buffers may take this share of the budget.
@@ -26,7 +26,7 @@ def ubatch_that_pays(
     """
     ubatch = DEFAULT_UBATCH
     while (
-        ubatch < MOST
+        ubatch < MOST_UBATCH
         and ubatch < n_ctx
         and missing_bytes > ubatch * BYTES_PER_TOKEN
         and buffer_bytes(2 * ubatch) <= ram_bytes * BUFFER_SHARE

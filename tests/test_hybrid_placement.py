@@ -22,6 +22,7 @@ from flashmoe_gguf.placement import (
     layer_bytes,
     parse_gpu_layers,
     place,
+    place_model,
     usable_devices,
 )
 from flashmoe_gguf.store import read_geometry
@@ -95,6 +96,21 @@ def test_auto_takes_what_fits_and_leaves_a_reserve() -> None:
             )
             assert more.shares[0].total + RESERVE_BYTES + 0.05 * 2 * free > free
     assert choose(weights, CONTEXT, [], "auto").n_layers == 0
+
+
+def test_an_automatic_ubatch_has_room_for_the_largest(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[[str], Path]
+) -> None:
+    monkeypatch.setattr(placement, "need_device", lambda _llama_cpp: [gpu(GIB)])
+    geometry = read_geometry(tiny_model("qwen3moe"))
+
+    def taken(n_ubatch: int | str, n_batch: int) -> int:
+        kwargs = {"n_gpu_layers": 1, "n_ctx": 4096, "n_ubatch": n_ubatch, "n_batch": n_batch}
+        placed = place_model(None, geometry, kwargs, with_experts=False)
+        assert placed is not None
+        return placed.shares[0].total
+
+    assert taken("auto", 512) == taken(2048, 2048) > taken(512, 2048) == taken(2048, 512)
 
 
 def test_more_than_fits_is_refused_and_says_what_does() -> None:
