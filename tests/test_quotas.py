@@ -190,7 +190,7 @@ def test_loading_uses_them_and_says_so(
         everything = sum(g.slot_bytes * g.n_expert for g in groups)
         return planned(fixed.total + everything // 2, fixed, groups, *rest)
 
-    monkeypatch.setattr("flashmoe_gguf.llama.planned", half)
+    monkeypatch.setattr("flashmoe_gguf.loading.planned", half)
     for quotas, used in (("auto", 2000), ("even", 0)):
         llm = Llama(str(path), ram="2G", quotas=quotas, learn=False, **QUIET)
         assert llm.plan is not None and llm.plan.quota_tokens == used

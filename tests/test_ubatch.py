@@ -39,7 +39,7 @@ def test_auto_is_a_number_of_tokens(
     options = {**scenarios.context_options(1, n_ctx=2048), "n_batch": 512}
     for missing, wanted in ((0, 512), (1 << 40, 2048)):
         monkeypatch.setattr(
-            "flashmoe_gguf.llama.ubatch_that_pays",
+            "flashmoe_gguf.loading.ubatch_that_pays",
             lambda _missing, n_ctx, ram, buffers, m=missing: ubatch_that_pays(
                 m, n_ctx, 64 * GIB, lambda n: 0
             ),

@@ -275,7 +275,8 @@ class Report:
                 "always there",
                 f"{format_size(fixed.total)}, the floor: dense {format_size(fixed.dense)}, "
                 f"context {format_size(fixed.context)}, ring {format_size(fixed.ring)}, "
-                f"process {format_size(fixed.process)}, reserve {format_size(fixed.reserve)}",
+                + (f"policy {format_size(fixed.policy)}, " if fixed.policy else "")
+                + f"process {format_size(fixed.process)}, reserve {format_size(fixed.reserve)}",
             ),
             *device_rows(self.placement),
         ]
