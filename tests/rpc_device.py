@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import json
 import select
 import socket
@@ -329,6 +330,10 @@ def _command_line(port: int, arguments: list[str]) -> None:
 
     libraries = load_llama_cpp("stock" if "--no-stream" in arguments else "patched")
     add_devices(libraries.llama_cpp._lib, port)
+    if arguments[0] == "bench":  # its arms are processes of their own
+        from flashmoe_gguf.bench import arm as arm_process
+
+        arm_process.command = lambda: _arm_command(port)
     sys.argv = ["flashmoe", *arguments]
     main(prog_name="flashmoe")
 
@@ -338,7 +343,7 @@ def arm(port: int, of_bench: Any) -> dict[str, Any]:
     from flashmoe_gguf.bench.arm import to_json
 
     done = subprocess.run(
-        [sys.executable, str(Path(__file__)), "--arm", str(port), of_bench.kind],
+        _arm_command(port),
         input=to_json(of_bench).encode(),
         capture_output=True,
         timeout=300,
@@ -349,12 +354,19 @@ def arm(port: int, of_bench: Any) -> dict[str, Any]:
     return result
 
 
-def _arm(port: int, kind: str) -> int:
+def _arm_command(port: int) -> list[str]:
+    return [sys.executable, str(Path(__file__)), "--arm", str(port)]
+
+
+def _arm(port: int) -> int:
     from flashmoe_gguf.bench.arm import STREAMED, main
     from flashmoe_gguf.libs import load_llama_cpp
 
-    libraries = load_llama_cpp("patched" if kind == STREAMED else "stock")
+    request = sys.stdin.read()
+    streams = json.loads(request)["kind"] == STREAMED
+    libraries = load_llama_cpp("patched" if streams else "stock")
     add_devices(libraries.llama_cpp._lib, port)
+    sys.stdin = io.StringIO(request)
     return main()
 
 
@@ -364,6 +376,6 @@ if __name__ == "__main__":
     elif sys.argv[1] == "--cli":
         _command_line(int(sys.argv[2]), sys.argv[3:])
     elif sys.argv[1] == "--arm":
-        sys.exit(_arm(int(sys.argv[2]), sys.argv[3]))
+        sys.exit(_arm(int(sys.argv[2])))
     else:
         np.savez(sys.argv[1], **_main(json.load(sys.stdin)))

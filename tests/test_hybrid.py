@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 import rpc_device
+import test_bench_limit
 from flashmoe_gguf.bench.arm import STOCK, STREAMED, Arm
+from flashmoe_gguf.bench.limit import V1
 from flashmoe_gguf.libs import library_dir
 from flashmoe_gguf.store import read_geometry
 from rpc_device import LEAST_ROWS, Run
@@ -26,6 +28,8 @@ pytestmark = pytest.mark.skipif(
     not list(library_dir("patched").glob("libggml-rpc.*")),
     reason="the libraries were built without llama.cpp's RPC backend: make hybrid",
 )
+
+v1 = test_bench_limit.v1
 
 EXPERT_BUFFER = "FlashMoE"  # native/hooks.c: the name of the buffer type
 KINDS = ("mixed", "gptoss", "fused", "grovemoe", "deepseek2lite-like")
@@ -273,3 +277,22 @@ def test_arms_of_a_bench(port: int, tiny_model: Callable[[str], Path]) -> None:
     assert rows[STREAMED]["lookups"] > 0
     tried = rpc_device.arm(port, replace(arm, n_gpu_layers="auto", n_slots=0, n_gen=0))
     assert tried["n_gpu_layers"] == 4
+
+
+def test_a_bench(port: int, v1: V1, tmp_path: Path) -> None:
+    """The command itself: mapped, in memory and streamed, the same output or no figure."""
+    rows_file = tmp_path / "rows.jsonl"
+    shape = "n_layer=4,n_expert=8,top_k=2,width=256,expert_width=256,n_head=4,n_head_kv=2"
+    done = rpc_device.command_line(
+        port,
+        *("bench", "--synthetic", "custom", "--shape", shape, "--ngl", "99", "--ram", "300M"),
+        *("--arms", "stock,streamed,in-ram", "--arm", "slots=2", "--prompt", "48", "--gen", "16"),
+        *("-t", "1", "--rounds", "1", "--cold", "advise", "--jsonl", str(rows_file)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "same output: yes (17 steps against stock llama.cpp" in done.stdout
+    assert ", 99 layers on the GPU;" in done.stdout
+    rows = {row["arm"]: row for row in map(json.loads, rows_file.read_text().splitlines())}
+    assert set(rows) == {"stock", "streamed", "in-ram", "slots=2"}
+    assert len({row["logits_hash"] for row in rows.values()}) == 1
+    assert rows["slots=2"]["lookups"] > 0
