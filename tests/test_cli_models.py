@@ -11,14 +11,14 @@ from flashmoe_gguf.models import known_models
 
 TABLE = """\
 name              size      experts   floor     verdict  cached
-olmoe-1b-7b       3.92 GiB  8 of 64   1.14 GiB  fits     100 %
-qwen3-30b-a3b     17.3 GiB  8 of 128  1.83 GiB  streams  38 %
-qwen3-235b-a22b   132 GiB   8 of 128  6.1 GiB   streams  1 %
-gpt-oss-20b       11.3 GiB  4 of 32   2.77 GiB  streams  55 %
-gpt-oss-120b      59 GiB    4 of 128  3.36 GiB  streams  8 %
-mixtral-8x7b      26.4 GiB  2 of 8    2.22 GiB  streams  23 %
-deepseek-v2-lite  9.65 GiB  6 of 64   2.28 GiB  streams  64 %
-glm-4.5-air       68 GiB    8 of 128  6.79 GiB  streams  2 %
+olmoe-1b-7b       3.92 GiB  8 of 64   1.15 GiB  fits     100 %
+qwen3-30b-a3b     17.3 GiB  8 of 128  1.89 GiB  streams  37 %
+qwen3-235b-a22b   132 GiB   8 of 128  6.2 GiB   streams  1 %
+gpt-oss-20b       11.3 GiB  4 of 32   2.79 GiB  streams  55 %
+gpt-oss-120b      59 GiB    4 of 128  3.4 GiB   streams  8 %
+mixtral-8x7b      26.4 GiB  2 of 8    2.23 GiB  streams  23 %
+deepseek-v2-lite  9.65 GiB  6 of 64   2.3 GiB   streams  64 %
+glm-4.5-air       68 GiB    8 of 128  6.84 GiB  streams  2 %
 
 for a budget of 8 GiB
 """
