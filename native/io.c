@@ -1,7 +1,7 @@
 /* io.c: the worker pools, one per drive. Owns the queues, the threads and the open files. A worker
  * sleeps until there is a request for its drive, takes the most urgent, wakes another if there are more,
- * reads, and reports. Whoever submits wakes one at most: it computes. Faults for tests are injected here, between the queue and the file, so that everything above runs as in
- * production. */
+ * reads, and reports. Whoever submits wakes one at most: it computes. Faults for tests are injected here,
+ * between the queue and the file, so that everything above runs as in production. */
 
 #include "io.h"
 
