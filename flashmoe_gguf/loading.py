@@ -21,7 +21,7 @@ from flashmoe_gguf.placement import Placement
 from flashmoe_gguf.quotas import planned
 from flashmoe_gguf.settings import StreamSettings
 from flashmoe_gguf.streaming import ExpertStream
-from flashmoe_gguf.ubatch import DEFAULT_UBATCH, ubatch_that_pays
+from flashmoe_gguf.ubatch import DEFAULT_UBATCH, ubatch_at_most, ubatch_that_pays
 
 # Policies whose memory is known before they are there: `auto` mostly takes `learned`.
 LEARNING = ("auto", "learned")
@@ -57,8 +57,8 @@ def check_before_loading(
 ) -> None:
     """Raises BudgetError for a hopeless budget, while that costs nothing."""
     n_ctx = kwargs.get("n_ctx", 512)
-    n_ubatch = min(kwargs.get("n_ubatch", 512), kwargs.get("n_batch", 512), n_ctx or 512)
-    check_floor(ram_bytes, fixed, compute_bytes_about(experts.geometry.header, n_ctx, n_ubatch))
+    compute = compute_bytes_about(experts.geometry.header, n_ctx, ubatch_at_most(kwargs))
+    check_floor(ram_bytes, fixed, compute)
 
 
 def with_ubatch(

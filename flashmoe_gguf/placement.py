@@ -19,7 +19,7 @@ from flashmoe_gguf.devices import EXPERT_PATTERN, Device, list_devices, need_dev
 from flashmoe_gguf.errors import BudgetError, OptionError
 from flashmoe_gguf.packed import PREFIX
 from flashmoe_gguf.store import Geometry
-from flashmoe_gguf.ubatch import DEFAULT_UBATCH, MOST_UBATCH
+from flashmoe_gguf.ubatch import ubatch_at_most
 
 AUTO = "auto"
 
@@ -267,12 +267,9 @@ def place_model(
     devices = usable_devices(devices, kwargs.get("split_mode"), kwargs.get("main_gpu", 0), split)
     quantized = kwargs.get("type_k") is not None or kwargs.get("type_v") is not None
     header, n_ctx = geometry.header, kwargs.get("n_ctx", 512)
-    n_ubatch = kwargs.get("n_ubatch", DEFAULT_UBATCH)
-    # what "auto" will be is decided when this is known: the most that it can be
-    n_ubatch = MOST_UBATCH if n_ubatch == AUTO else min(n_ubatch, kwargs.get("n_batch", 512))
-    n_ubatch = min(n_ubatch, n_ctx or 512)
     kv = 0 if quantized and asked != AUTO else kv_bytes_at_least(header, n_ctx)
-    compute = compute_bytes_about(header, n_ctx, n_ubatch)
+    # an automatic ubatch is decided when this is known
+    compute = compute_bytes_about(header, n_ctx, ubatch_at_most(kwargs))
     if kwargs.get("op_offload"):  # room for the experts of one matmul
         parts = (part for group in geometry.groups for part in group.parts)
         compute += max((part.expert_bytes * part.shape[2] for part in parts), default=0)

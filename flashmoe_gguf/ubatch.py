@@ -7,7 +7,8 @@ are chosen only where reading dominates. The results are those of llama.cpp with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 DEFAULT_UBATCH = 512
 MOST_UBATCH = 2048
@@ -15,6 +16,13 @@ MOST_UBATCH = 2048
 BYTES_PER_TOKEN = 8 << 20
 # Compute buffers may take this share of the budget.
 BUFFER_SHARE = 1 / 8
+
+
+def ubatch_at_most(kwargs: Mapping[str, Any]) -> int:
+    """Tokens of a ubatch by llama_cpp.Llama's arguments; of "auto" the most that it can be."""
+    n_ubatch = kwargs.get("n_ubatch", DEFAULT_UBATCH)
+    n_ubatch = MOST_UBATCH if n_ubatch == "auto" else min(n_ubatch, kwargs.get("n_batch", 512))
+    return min(n_ubatch, kwargs.get("n_ctx", 512) or 512)
 
 
 def ubatch_that_pays(

@@ -57,7 +57,7 @@ class Progress:
     @property
     def share(self) -> tuple[float, float]:
         """(seconds done, seconds in all) as far as they can be known; (0, 0) at the start."""
-        if not self.taken or not self.to_run:
+        if not self.taken:
             return 0.0, 0.0
         each = [self.expected(number) for number in range(self.n_arms)]
         here = min(time.monotonic() - self.arm_began, each[self.to_run[0]])
