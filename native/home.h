@@ -11,8 +11,8 @@ struct fm_home {
 };
 
 /* Before the calling thread sleeps: it will wake up on a processor that no other compute thread has
- * for its own. now: fm_clock_ns(). Does nothing where the system has no such call, or where fewer
- * processors are allowed than threads compute. */
+ * for its own. now: fm_clock_ns(). Does nothing where the system has no such call, and for threads
+ * beyond the number of processors. */
 void fm_home_wait(struct fm_home *home, uint64_t now);
 
 /* Awake: the thread may run anywhere again that it might before. */

@@ -1,7 +1,7 @@
 /* predict_routing.c: the routing-context predictor. What the token has used in the four groups before, and
  * what the group used for the last token, say what the group will use: a logistic model per expert
- * that learns from each token as it passes. Three groups ahead it does without those between: its
- * prediction is made anew at each of them, and learned from at the last. */
+ * that learns from each token as it passes. Three groups ahead it does without those between. It learns
+ * from the prediction that was asked for last, which has seen fewer groups where a guess was made early. */
 
 #include <stdlib.h>
 #include <string.h>
