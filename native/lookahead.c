@@ -102,31 +102,28 @@ static void note_guess(struct fm_lookahead *l, bool used) {
 
 /* Takes back what is queued of a wrong guess that has not landed. */
 static void give_up(struct fm_stream *stream, int32_t index, int32_t s) {
-    struct group *group = &stream->groups[index];
-    struct slot *slot = &group->slots[s];
+    struct slot *slot = &stream->groups[index].slots[s];
+    const int32_t n_parts = stream->groups[index].n_parts;
     bool whole = true;
-    for (int32_t p = 0; p < group->n_parts; p++) {
-        struct load *load = &slot->loads[p];
-        if (atomic_load_explicit(&load->state, memory_order_relaxed) != LOAD_LOADING) {
-            continue;
-        }
-        const int n = fm_io_cancel(stream->io, load);
-        if (n == 0) {
-            continue; /* its last reads are under way */
-        }
-        whole = false;
-        load->pending -= n;
-        if (load->pending == 0) {
-            atomic_store_explicit(&load->state, LOAD_EMPTY, memory_order_relaxed);
-        } else {
-            load->given_up = true;
-        }
+    for (int32_t p = 0; p < n_parts; p++) {
+        const int n = fm_io_cancel(stream->io, &slot->loads[p]);
+        slot->loads[p].pending -= n;
+        whole = whole && n == 0;
     }
     if (whole) {
-        slot->stale = true;
-    } else {
-        fm_slots_remove(stream, index, s);
+        slot->stale = true; /* at most its last reads are under way */
+        return;
     }
+    for (int32_t p = 0; p < n_parts; p++) {
+        struct load *load = &slot->loads[p];
+        if (atomic_load_explicit(&load->state, memory_order_relaxed) == LOAD_LOADING) {
+            load->given_up = load->pending > 0;
+            if (load->pending == 0) {
+                atomic_store_explicit(&load->state, LOAD_EMPTY, memory_order_relaxed);
+            }
+        }
+    }
+    fm_slots_remove(stream, index, s);
 }
 
 struct settled fm_lookahead_settle(struct fm_stream *stream, int32_t index, const int64_t *n_rows) {

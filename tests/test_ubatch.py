@@ -44,7 +44,7 @@ def test_auto_is_a_number_of_tokens(
                 m, n_ctx, 64 * GIB, lambda n: 0
             ),
         )
-        llm = Llama(str(tiny_model("qwen3moe")), ram="1G", **{**options, "n_ubatch": "auto"})
+        llm = Llama(str(tiny_model("qwen3moe")), ram="8G", **{**options, "n_ubatch": "auto"})
         assert llm.context_params.n_ubatch == wanted
         assert llm.n_batch == wanted
         llm.eval(list(range(1, 40)))

@@ -115,51 +115,73 @@ TEST(a_guess_that_fails_while_another_context_waits_for_it_is_an_error) {
     model_free(&model);
 }
 
-/* All its reads are under way when it turns out to be wrong; then they fail. */
+/* With a reader at work. */
+static void pass_part(const struct model *model, int group, int part, const int32_t *ids, int n) {
+    struct pass pass;
+    pass_begin(&pass, model, group, part, ids, n, 1, 1);
+    for (int i = 0; i < n; i++) {
+        pass_acquire(&pass, i);
+        pass_release(&pass, i);
+    }
+}
+
+/* Leaves a wrong guess of group 1 whose first part is on its way: the only reader holds it. */
+static struct slot *create_with_wrong(struct model *model, const struct shape *shape) {
+    const int32_t ids[] = {0, 1, 2, 3};
+    const struct fm_options options = options_for(1, 4);
+    model_create(model, shape, &options);
+    model_start(model, 4, "lru");
+    guessed = -1;
+    for (int g = 0; g < 2; g++) {
+        for (int p = 0; p < shape->n_parts; p++) {
+            pass_part(model, g, p, ids, 4);
+        }
+    }
+    CHECK_EQUAL(fm_lookahead_start(model->stream, &sure, 1, false), FM_OK);
+    const struct fm_fault fault = {.hold = 1, .after = 0, .count = 1};
+    fm_fault_set(model->stream, &fault);
+    guessed = 6;
+    pass_part(model, 0, 0, ids + 2, 2);
+    guessed = -1;
+    while (fm_fault_held(model->stream) == 0) {
+    }
+    struct slot *slot = slot_of(model, 1, 6);
+    pass_part(model, 1, 0, ids + 2, 2);
+    CHECK_EQUAL(model_stats(model).guesses_wasted, 1);
+    CHECK_EQUAL(slot->loads[0].state, LOAD_LOADING);
+    model_verify(model);
+    return slot;
+}
+
+/* The held read finds nothing, and nobody is told. */
+static void fail_held(struct model *model, const struct slot *slot, enum load_state state) {
+    CHECK_EQUAL(truncate(model->path, 0), 0);
+    fm_fault_release(model->stream);
+    while (atomic_load(&slot->loads[0].state) == LOAD_LOADING) {
+    }
+    CHECK_EQUAL(slot->loads[0].state, state);
+    struct fm_error error;
+    CHECK_EQUAL(fm_stream_take_error(model->stream, &error), 0);
+    model_verify(model);
+    model_free(model);
+}
+
 TEST(an_error_in_a_wrong_guess_is_told_to_nobody) {
     struct shape one_part = blocks;
     one_part.n_parts = 1;
     struct model model;
-    struct fm_options options = options_for(1, 4);
-    model_create(&model, &one_part, &options);
-    model_start(&model, 4, "lru");
-    guessed = -1;
-    for (int g = 0; g < 2; g++) {
-        struct pass pass;
-        const int32_t ids[] = {0, 1, 2, 3};
-        pass_begin(&pass, &model, g, 0, ids, 4, 1, 1);
-        for (int i = 0; i < 4; i++) {
-            pass_acquire(&pass, i);
-            pass_release(&pass, i);
-        }
-    }
-    CHECK_EQUAL(fm_lookahead_start(model.stream, &sure, 1, false), FM_OK);
-    struct fm_fault fault = {.hold = 1, .after = 0, .count = 1};
-    fm_fault_set(model.stream, &fault);
-    struct pass pass;
-    const int32_t ids[] = {2, 3};
-    guessed = 6;
-    for (int g = 0; g < 2; g++) {
-        pass_begin(&pass, &model, g, 0, ids, 2, 1, 1);
-        guessed = -1;
-        for (int i = 0; i < 2; i++) {
-            pass_acquire(&pass, i);
-            pass_release(&pass, i);
-        }
-        while (g == 0 && fm_fault_held(model.stream) == 0) {
-        }
-    }
-    CHECK_EQUAL(model_stats(&model).guesses_wasted, 1);
-    CHECK_EQUAL(slot_of(&model, 1, 6)->loads[0].state, LOAD_LOADING);
-    CHECK_EQUAL(truncate(model.path, 0), 0); /* the held read finds nothing */
-    fm_fault_release(model.stream);
-    while (atomic_load(&slot_of(&model, 1, 6)->loads[0].state) == LOAD_LOADING) {
-    }
-    CHECK_EQUAL(slot_of(&model, 1, 6)->loads[0].state, LOAD_FAILED);
-    struct fm_error error;
-    CHECK_EQUAL(fm_stream_take_error(model.stream, &error), 0);
-    model_verify(&model);
-    model_free(&model);
+    const struct slot *slot = create_with_wrong(&model, &one_part);
+    CHECK(model_is_resident(&model, 1, 6)); /* all its reads were under way */
+    fail_held(&model, slot, LOAD_FAILED);
+}
+
+TEST(an_error_in_the_part_of_a_wrong_guess_that_could_not_be_cancelled_is_told_to_nobody) {
+    struct model model;
+    const struct slot *slot = create_with_wrong(&model, &blocks);
+    CHECK(!model_is_resident(&model, 1, 6));
+    CHECK_EQUAL(slot->loads[1].state, LOAD_EMPTY);
+    CHECK_EQUAL(slot->loads[2].state, LOAD_EMPTY);
+    fail_held(&model, slot, LOAD_EMPTY);
 }
 
 TEST(a_wrong_guess_that_is_used_later_is_an_expert_like_others) {
