@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from flashmoe_gguf.server.soak import Client, Job, Soak, jobs, said
 from server_tools import Command
@@ -11,10 +15,15 @@ from server_tools import Command
 SECONDS = float(os.environ.get("FLASHMOE_SOAK_SECONDS", "6"))
 
 
-def test_soak(chat_model: Path) -> None:
+def test_soak(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashmoe_gguf.server.soak._PROGRESS_SECONDS", 1.0)
+    told: list[float] = []
     with Command(chat_model, "--n-slots", "3", "-t", "1", "-c", "2048") as server:
         server.wait_ready()
-        report = Soak(server.url, server.pid, n_clients=8).run(SECONDS)
+        report = Soak(server.url, server.pid, n_clients=8).run(
+            SECONDS, lambda left, report: told.append(left)
+        )
+        assert told == sorted(told, reverse=True) and told[0] < SECONDS
         assert report.problems == {}
         assert report.answers > 8 and report.left > 0 and report.refused > 0
         assert report.resident_bytes[0] > 0 and report.fds[0] > 0
@@ -40,6 +49,14 @@ def test_it_finds_what_is_wrong(chat_model: Path) -> None:
     gone = Soak(server.url, os.getpid(), n_clients=1)
     gone._client(0)
     assert any("Connection" in problem for problem in gone._problems)
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "flashmoe_gguf.server.soak", str(tmp_path / "no.gguf")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "no.gguf" in ended.stderr and "hint:" in ended.stderr
+    assert ended.stderr.endswith("flashmoe serve ended with 2\n")
 
 
 def test_half_a_stream_is_no_answer() -> None:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -29,6 +30,7 @@ import psutil
 
 CHAT = "/v1/chat/completions"
 _SAMPLE_SECONDS = 0.5
+_PROGRESS_SECONDS = 10.0
 # Of a growth this large at least is spoken: allocators do not give everything back.
 _GROWTH_BYTES = 32 << 20
 _GROWTH_FDS = 8
@@ -163,8 +165,10 @@ class Soak:
         self._samples: list[tuple[int, int]] = []
         self._over = threading.Event()
 
-    def run(self, seconds: float) -> Report:
-        """Everything alone, then all at once for so long."""
+    def run(
+        self, seconds: float, progress: Callable[[float, Report], None] = lambda left, report: None
+    ) -> Report:
+        """Everything alone, then all at once for so long. `progress` is told the seconds left."""
         client = Client(self._url, self._api_key)
         for job in self._jobs:
             status, text = client.ask(job)
@@ -177,7 +181,11 @@ class Soak:
         threads = [threading.Thread(target=self._client, args=(i,)) for i in names]
         for thread in threads:
             thread.start()
+        told = started
         while (left := started + seconds - time.monotonic()) > 0:
+            if time.monotonic() - told >= _PROGRESS_SECONDS:
+                told += _PROGRESS_SECONDS
+                progress(left, self._report)
             self._samples.append((self._process.memory_info().rss, self._process.num_fds()))
             self._over.wait(min(left, _SAMPLE_SECONDS))
         self._over.set()
@@ -239,6 +247,11 @@ class Soak:
                 self._problem(f"{name} grew from {before} to {after}")
 
 
+def _say(left: float, report: Report) -> None:
+    counts = f"{report.answers} answers, {report.left} left early, {report.refused} refused"
+    print(f"{left:.0f} s to go: {counts}", file=sys.stderr, flush=True)
+
+
 def main() -> int:
     """The program; returns its exit code."""
     parser = argparse.ArgumentParser(
@@ -263,18 +276,20 @@ def main() -> int:
     ) as server:
         assert server.stderr is not None
         url = ""
+        lines = []
         for line in server.stderr:
             if found := re.search(r" is ready: (\S+)", line):
                 url = found[1]
                 break
+            lines.append(line)
         if not url:
-            print(f"flashmoe serve ended with {server.wait()}", file=sys.stderr)
+            print(f"{''.join(lines)}flashmoe serve ended with {server.wait()}", file=sys.stderr)
             return 1
         drain = threading.Thread(target=server.stderr.read, daemon=True)
         drain.start()
         try:
             soak = Soak(url, server.pid, n_clients=given.clients, seed=given.seed)
-            report = soak.run(given.seconds)
+            report = soak.run(given.seconds, _say)
         finally:
             server.terminate()
             code = server.wait()
