@@ -19,7 +19,7 @@ from flashmoe_gguf.bench.belady import belady_miss_bytes, belady_misses
 from flashmoe_gguf.bench.bounds import add_bounds
 from flashmoe_gguf.bench.gate import Gate, Output, OutputDiffersError
 from flashmoe_gguf.bench.summary import as_dict, summarise, worst_step
-from flashmoe_gguf.errors import OptionError
+from flashmoe_gguf.errors import FlashMoEError, OptionError
 from flashmoe_gguf.trace import NO_EXPERT, Trace
 
 MIB = 1 << 20
@@ -116,6 +116,21 @@ def test_time_is_up_after_one_token(tiny_model: Callable[[str], Path]) -> None:
     model = str(tiny_model("qwen3moe"))
     got = run_arm(model=model, n_gen=6, n_warmup=5, n_slots=4, seconds=0.0, n_threads=1)
     assert (got["n_warmup"], got["n_gen"], len(got["tokens"])) == (0, 1, 2)
+
+
+def test_the_prompt_again(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"model": str(tiny_model("qwen3moe")), "n_slots": 4, "n_threads": 1, "n_warmup": 2}
+    once = run_arm(**changes)
+    twice = run_arm(**changes, again=True)
+    assert "prefill_again_tok_s" not in once and twice["prefill_again_tok_s"] > 0
+    for key in ("logits", "tokens", "n_gen", "lookups"):
+        assert twice[key] == once[key]
+    numbers = map(str, range(100))
+    monkeypatch.setattr(arm_process.xxhash, "xxh3_64_hexdigest", lambda data: next(numbers))
+    with pytest.raises(FlashMoEError, match="other logits when it was computed again"):
+        run_arm(**changes, again=True)
 
 
 def test_settings_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ class Arm:
       cut to `n_prompt` tokens.
     - n_warmup tokens are decoded before the clock starts, then n_gen; at most `seconds` are spent
       on either, but one token of n_gen is always made. None: as long as it takes.
+    - again: the prompt is computed once more in the end, from an empty context.
     - ram, n_slots, policy, policy_file, io, lookahead, n_workers, request_bytes, trace: as the
       arguments of `Llama`; streamed only.
     - n_gpu_layers: on the devices; their experts stay on the processor's side in every arm, which
@@ -66,6 +67,7 @@ class Arm:
     n_prompt: int = 64
     n_warmup: int = 0
     seconds: float | None = None
+    again: bool = False
     n_ctx: int = 1024
     n_ubatch: int = 128
     n_threads: int = 2
@@ -211,7 +213,19 @@ class _Run:
             row |= self._streamed(self._stats() - before, prefill, total)
         elif arm.kind == STREAMED:
             row["lookups"] = 0  # a model without experts
+        if arm.again:
+            row["prefill_again_tok_s"] = len(prompt) / self._prefill_again(prompt)
         return row
+
+    def _prefill_again(self, prompt: Sequence[int]) -> float:
+        """Seconds for the prompt, with in the cache what prompt and answer have left there."""
+        _report(self._emit, "prefill again", 0, len(prompt))
+        self._llm.reset()
+        seconds = self._step(prompt)
+        self._tokens.pop()
+        if self._hashes.pop() != self._hashes[0]:
+            raise FlashMoEError("the prompt gave other logits when it was computed again")
+        return seconds
 
     def _streamed(self, delta: Any, prefill: Any, seconds: float) -> dict[str, Any]:
         plan, geometry = self._llm.plan, self._llm.geometry

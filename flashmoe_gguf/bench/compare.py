@@ -39,6 +39,7 @@ CONDITIONS = (
     "n_warmup_asked",
     "n_gen_asked",
     "seconds_cap",
+    "again",
     "version",
     "llama_cpp_version",
     "patch_hash",

@@ -111,7 +111,7 @@ class Bench:
         case = max(streamed, key=lambda c: (c.limit_bytes is None, c.limit_bytes or 0))
         with tempfile.TemporaryDirectory(prefix="flashmoe-bench-") as folder:
             path = Path(folder) / "routing.npz"
-            arm = replace(case.arm, name=f"{case.name} (recording)", trace=str(path))
+            arm = replace(case.arm, name=f"{case.name} (recording)", trace=str(path), again=False)
             result, ended = run_arm(arm, case.limit_bytes, self.limiter, Progress(), self.timeout)
             if result is None:
                 raise FlashMoEError(
@@ -201,6 +201,7 @@ class Bench:
             "n_warmup_asked": arm.n_warmup,
             "n_gen_asked": arm.n_gen,
             "seconds_cap": arm.seconds,
+            "again": arm.again or None,
         }
 
 

@@ -92,6 +92,7 @@ def worst_step(lines: Sequence[Line], arm: str) -> Line | None:
 _FIGURES = (
     "decode_tok_s",
     "prefill_tok_s",
+    "prefill_again_tok_s",
     "load_seconds",
     "first_token_seconds",
     "hit_rate",

@@ -40,6 +40,7 @@ class BenchOptions:
     warmup: int
     seconds: float
     timeout: float
+    again: bool
     rounds: int
     ctx: int | None
     threads: int | None
@@ -97,6 +98,7 @@ class BenchOptions:
             n_prompt=self.prompt,
             n_warmup=self.warmup,
             seconds=self.seconds or None,
+            again=self.again,
             n_ctx=self.n_ctx,
             n_ubatch=self.ubatch,
             n_threads=self.threads or default_threads(),
@@ -200,6 +202,12 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         metavar="X",
         help="Seconds that an arm may take in all, loading and prompt included; then it is ended "
         "and reported as that. 0: as long as it takes.",
+    ),
+    click.option(
+        "--again",
+        is_flag=True,
+        help="Compute the prompt once more after decoding, from an empty context, and report its "
+        "speed too: what a prompt takes when experts are cached.",
     ),
     click.option(
         "--rounds", type=_COUNT, default=5, metavar="N", help="Runs of each arm, taking turns."

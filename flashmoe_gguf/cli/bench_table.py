@@ -90,6 +90,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("x step before", lambda line: _ratio(line.step_ratio)),
     ("tokens", _plain("n_gen", lambda value: f"{value:.0f}")),
     ("prefill tok/s", _plain("prefill_tok_s", format_rate)),
+    ("again tok/s", _plain("prefill_again_tok_s", format_rate)),
     ("load s", _plain("load_seconds", lambda value: f"{value:.2f}")),
     ("first token s", _plain("first_token_seconds", lambda value: f"{value:.2f}")),
     ("slots", _plain("n_slots", lambda value: f"{value:.0f}")),
@@ -153,6 +154,7 @@ def _tidiness(lines: Sequence[Line]) -> list[str]:
 _COMPARED = (
     ("decode tok/s", "decode_tok_s", format_rate),
     ("prefill tok/s", "prefill_tok_s", format_rate),
+    ("again tok/s", "prefill_again_tok_s", format_rate),
     ("first token s", "first_token_seconds", lambda value: f"{value:.2f}"),
     ("hits", "hit_rate", _percent),
     ("bytes read", "bytes_read", format_size),
