@@ -35,7 +35,7 @@ def test_there_and_back(model: Path, tmp_path: Path) -> None:
     assert again.stdout == f"packed  {packed} is there already, from this very model\n"
     result = flashmoe("verify", packed)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == f"{packed}: all 24 blocks are right, 2.69 MiB\n"
+    assert result.stdout == (f"{packed}: all 24 blocks and 30 dense tensors are right, 3.53 MiB\n")
     back = tmp_path / "back"
     back.mkdir()
     result = flashmoe("unpack", packed, "-o", back)
@@ -58,6 +58,7 @@ def test_json(model: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["p.gguf"]
     data = json.loads(flashmoe("verify", packed, "--json").stdout)
     assert (data["ok"], data["blocks"], data["damaged"]) == (True, 24, [])
+    assert data["tensors"] == len(open_packed(packed).layout.dense) > 0
     data = json.loads(flashmoe("unpack", packed, "--json").stdout)
     assert data["files"] == sorted(str(path) for path in tmp_path.glob("split-*"))
     assert data["bytes"] == sum(path.stat().st_size for path in tmp_path.glob("split-*"))
@@ -66,13 +67,15 @@ def test_json(model: Path, tmp_path: Path) -> None:
 def test_damage_is_named(model: Path, tmp_path: Path) -> None:
     packed = tmp_path / "p.gguf"
     flashmoe("pack", model, "-o", packed)
-    group = open_packed(packed).layout.groups[2]
+    layout = open_packed(packed).layout
+    group, n_dense = layout.groups[2], len(layout.dense)
     data = bytearray(packed.read_bytes())
     data[group.offset + 5 * group.block_bytes] ^= 1
     packed.write_bytes(data)
     result = flashmoe("verify", packed, "-t", "1")
     where = "layer 2 expert 5 (blk.2.ffn_up_exps.weight)"
-    assert_error(result, f"1 of 24 blocks are damaged, first {where}", "pack the model again")
+    words = f"1 of 24 blocks and 0 of {n_dense} dense tensors are damaged, first {where}"
+    assert_error(result, words, "pack the model again")
     assert where in result.stderr.splitlines()
     result = flashmoe("verify", packed, "--json")
     assert result.exit_code == 2

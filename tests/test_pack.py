@@ -106,6 +106,14 @@ def test_gguf_py_opens_it_and_finds_what_the_format_says(
             assert found == wanted
             assert sums.pop(0) == xxhash.xxh3_64_intdigest(wanted)
     assert sums == []
+    held = {p.tensor for _, p in parts}
+    dense = [t for t in geometry.header.tensors if t.name not in held]
+    assert tensors["flashmoe.dense_sums"].data.view(np.uint64).tolist() == [
+        xxhash.xxh3_64_intdigest(
+            geometry.header.shards[t.shard].path.read_bytes()[t.offset : t.offset + t.nbytes]
+        )
+        for t in dense
+    ]
     digest = xxhash.xxh3_128()
     for i, shard in enumerate(geometry.header.shards):
         header = shard.path.read_bytes()[: shard.data_offset]
@@ -408,6 +416,22 @@ def test_a_damaged_expert_is_not_unpacked(source: Path, tmp_path: Path) -> None:
         lambda: unpack_model(out, tmp_path / "back"),
     )
     assert list((tmp_path / "back").iterdir()) == []
+
+
+def test_a_damaged_dense_tensor_is_not_unpacked(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.gguf"
+    pack_model(source, out)
+    dense = open_packed(out).layout.dense[1]
+    data = bytearray(out.read_bytes())
+    data[dense.offset + dense.tensor.nbytes - 1] ^= 1
+    out.write_bytes(data)
+    (tmp_path / "back").mkdir()
+    where = f"tensor {dense.tensor.name}"
+    refused(f"damaged at {where}", "verify", lambda: unpack_model(out, tmp_path / "back"))
+    assert list((tmp_path / "back").iterdir()) == []
+    report = verify_model(out)
+    assert (report.damaged_tensors, report.damaged_blocks) == (1, 0)
+    assert [str(damage) for damage in report.damages] == [where]
 
 
 def test_steps_cover_everything_once(tiny_model: Callable[[str], Path]) -> None:

@@ -224,6 +224,17 @@ def test_any_flipped_byte_of_a_block_is_named(packed: Path, data: st.DataObject)
 
 @PROPERTY
 @given(data=st.data())
+def test_any_flipped_byte_of_a_dense_tensor_is_named(packed: Path, data: st.DataObject) -> None:
+    dense = data.draw(st.sampled_from(open_packed(packed).layout.dense))
+    at = data.draw(st.integers(0, dense.tensor.nbytes - 1))
+    with flipped(packed, dense.offset + at, data.draw(st.integers(1, 255))):
+        report = verify_model(packed, n_threads=2)
+    assert (report.damaged_tensors, report.damaged_blocks) == (1, 0)
+    assert [damage.tensor for damage in report.damages] == [dense.tensor.name]
+
+
+@PROPERTY
+@given(data=st.data())
 def test_any_flipped_byte_of_a_header_is_an_error(packed: Path, data: st.DataObject) -> None:
     layout = open_packed(packed).layout
     stored = layout.header_offsets[0]

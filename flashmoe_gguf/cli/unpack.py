@@ -29,7 +29,7 @@ from flashmoe_gguf.pack import unpack_model
 def unpack(packed: str, out: str | None, force: bool, as_json: bool) -> None:
     """Restore the files that a packed file was made from, byte for byte, under their old names.
 
-    Shard by shard; the experts' checksums are compared on the way. The packed file stays.
+    Shard by shard; all checksums are compared on the way. The packed file stays.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`flashmoe verify`: every block of a packed file against its checksums."""
+"""`flashmoe verify`: all of a packed file against its checksums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashmoe_gguf.pack import VerifyReport, verify_model
 _SHOWN = 20
 
 
-@click.command(short_help="Check every block of a packed file.")
+@click.command(short_help="Check all of a packed file.")
 @click.argument("packed", type=FilePath())
 @click.option(
     "-t",
@@ -30,10 +30,10 @@ _SHOWN = 20
 )
 @click.option("--json", "as_json", is_flag=True, help="The result as JSON.")
 def verify(packed: str, threads: int, as_json: bool) -> None:
-    """Read every expert of a packed file and compare it with its checksum.
+    """Read every expert and every dense tensor of a packed file and compare with its checksum.
 
-    Exit code 2 if one differs; layer and expert are named. The header is checked too; the dense
-    tensors have no checksums.
+    Exit code 2 if one differs; layer and expert, or the tensor, are named. The header is checked
+    too.
 
     \b
     Examples:
@@ -46,10 +46,10 @@ def verify(packed: str, threads: int, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_dict(report), indent=2))
     elif report.ok:
+        size = format_size(report.block_bytes + report.tensor_bytes)
         blocks = count(report.blocks, "block")
-        click.echo(
-            f"{shown(report.path)}: all {blocks} are right, {format_size(report.block_bytes)}"
-        )
+        tensors = count(report.tensors, "dense tensor")
+        click.echo(f"{shown(report.path)}: all {blocks} and {tensors} are right, {size}")
     if report.ok:
         return
     if not as_json:
@@ -58,7 +58,8 @@ def verify(packed: str, threads: int, as_json: bool) -> None:
         if len(report.damages) > _SHOWN:
             click.echo(f"and {len(report.damages) - _SHOWN} more", err=True)
     raise ModelFileError(
-        f"{shown(report.path)}: {report.damaged_blocks} of {report.blocks} blocks are damaged, "
+        f"{shown(report.path)}: {report.damaged_blocks} of {count(report.blocks, 'block')} and "
+        f"{report.damaged_tensors} of {count(report.tensors, 'dense tensor')} are damaged, "
         f"first {report.damages[0]}",
         "copy the packed file again, or pack the model again",
     )
@@ -72,6 +73,9 @@ def _as_dict(report: VerifyReport) -> dict[str, object]:
         "blocks": report.blocks,
         "block_bytes": report.block_bytes,
         "damaged_blocks": report.damaged_blocks,
+        "tensors": report.tensors,
+        "tensor_bytes": report.tensor_bytes,
+        "damaged_tensors": report.damaged_tensors,
         "damaged": [
             {"layer": d.layer, "family": d.family, "expert": d.expert, "tensor": d.tensor}
             for d in report.damages

@@ -1,8 +1,8 @@
 """Packed model files: every expert's parts in one aligned block, checksummed, and back again.
 
 `pack_model` writes one, `unpack_model` restores the byte-identical original files, and
-`verify_model` checks every block. The packed file, format version 1, is a valid GGUF v3 with
-`general.alignment` 4096, so that one aligned read brings a whole expert:
+`verify_model` checks every block and dense tensor. The packed file, format version 1, is a valid
+GGUF v3 with `general.alignment` 4096, so that one aligned read brings a whole expert:
 
 | metadata, in this order          | type  | what                                               |
 |----------------------------------|-------|----------------------------------------------------|
@@ -34,6 +34,7 @@
 | `flashmoe.sums`                   | I64 [parts x their experts] | XXH3-64 (seed 0, the unsigned  |
 |                                   |                             | number's bits) of each part of |
 |                                   |                             | each expert, without padding   |
+| `flashmoe.dense_sums`             | I64 [dense tensors]         | XXH3-64 of each dense tensor   |
 | `flashmoe.header.{i}`             | I8 [bytes]                  | source file i, [0, start of    |
 |                                   |                             | data)                          |
 | `flashmoe.gaps.{i}`               | I8 [bytes]                  | only where file i has non-zero |

@@ -112,10 +112,13 @@ class PackedGroup:
 
 @dataclass(frozen=True)
 class DenseTensor:
-    """A tensor that is copied as it is; `offset` is its place in the packed file."""
+    """A tensor that is copied as it is; `offset` is its place in the packed file, `sum_offset`
+    that of its checksum.
+    """
 
     tensor: TensorInfo
     offset: int
+    sum_offset: int
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,11 @@ def plan_layout(source: Source, stripes: Sequence[str] = ()) -> Layout:
         groups.append(planned)
         n_sums += len(planned.parts) * planned.n_expert
     sums = table.add("flashmoe.sums", (n_sums,), _I64, n_sums * SUM_BYTES)
+    dense_sums = (
+        table.add("flashmoe.dense_sums", (len(dense),), _I64, len(dense) * SUM_BYTES)
+        if dense
+        else 0
+    )
     headers = [
         table.add(header_name(i), (len(header),), _I8, len(header))
         for i, header in enumerate(source.headers)
@@ -230,7 +238,10 @@ def plan_layout(source: Source, stripes: Sequence[str] = ()) -> Layout:
     return Layout(
         header=header,
         total_bytes=base + table.at,
-        dense=tuple(DenseTensor(t, base + offset) for t, offset in dense),
+        dense=tuple(
+            DenseTensor(t, base + offset, base + dense_sums + SUM_BYTES * i)
+            for i, (t, offset) in enumerate(dense)
+        ),
         groups=tuple(_moved(group, bases) for group in groups),
         sums_offset=base + sums,
         n_sums=n_sums,

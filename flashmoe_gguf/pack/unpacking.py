@@ -23,7 +23,7 @@ from flashmoe_gguf.pack.files import (
 )
 from flashmoe_gguf.pack.layout import GAP_HEAD, DenseTensor, PackedGroup, PackedPart
 from flashmoe_gguf.pack.opening import PackedFile, open_packed
-from flashmoe_gguf.pack.verifying import Damage, read_sums
+from flashmoe_gguf.pack.verifying import Damage, read_dense_sum, read_sums
 from flashmoe_gguf.pack.writer import Progress
 
 
@@ -44,8 +44,8 @@ def unpack_model(
 ) -> UnpackReport:
     """Restore the original files in `out_dir`, under their old names, one after the other.
 
-    Each is written to NAME.partial and renamed when it is whole; the checksums of all experts
-    are compared on the way. `force` replaces files that exist. Memory: one part of one expert.
+    Each is written to NAME.partial and renamed when it is whole; all checksums are compared on
+    the way. `force` replaces files that exist. Memory: one part of one expert.
     Raises ModelFileError for a damaged file, PackError for what is wrong with the target.
     """
     file = open_packed(packed)
@@ -124,9 +124,13 @@ class _Shard:
 
     def _write_dense(self, dense: DenseTensor, add: Callable[[int], None]) -> None:
         tensor = dense.tensor
+        digest = xxhash.xxh3_64()
         for at, data in read_chunks(self._fd, tensor.nbytes, dense.offset, self._file.path):
+            digest.update(data)
             self._write(data, tensor.offset + at)
             add(len(data))
+        if digest.intdigest() != read_dense_sum(self._fd, self._file.path, dense):
+            raise _damaged(self._file.path, Damage(tensor.name))
 
     def _write_part(self, group: PackedGroup, part: PackedPart, add: Callable[[int], None]) -> None:
         nbytes = part.expert_bytes
@@ -137,11 +141,7 @@ class _Shard:
             at = block.offset + part.block_offset
             data = read_exact(self._fds[block.file], nbytes, at, path)
             if xxhash.xxh3_64_intdigest(data) != sums[expert]:
-                damage = Damage(group.layer, group.family, expert, part.tensor.name)
-                raise ModelFileError(
-                    f"{shown(path)}: damaged at {damage}",
-                    "copy the packed file again; flashmoe verify lists all damage",
-                )
+                raise _damaged(path, Damage(part.tensor.name, group.layer, group.family, expert))
             self._write(data, part.tensor.offset + expert * nbytes)
             add(nbytes)
 
@@ -155,3 +155,10 @@ class _Shard:
 
     def _write(self, data: bytes, offset: int) -> None:
         write_exact(self._out, data, offset, self._partial)
+
+
+def _damaged(path: Path, damage: Damage) -> ModelFileError:
+    return ModelFileError(
+        f"{shown(path)}: damaged at {damage}",
+        "copy the packed file again; flashmoe verify lists all damage",
+    )

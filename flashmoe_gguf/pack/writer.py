@@ -74,9 +74,12 @@ class Writer:
     def _write_dense(self, dense: DenseTensor, on_bytes: Callable[[int], None]) -> None:
         tensor = dense.tensor
         path, fd = self._paths[tensor.shard], self._source_fd(tensor.shard)
+        digest = xxhash.xxh3_64()
         for at, data in read_chunks(fd, tensor.nbytes, tensor.offset, path):
+            digest.update(data)
             self._write(data, dense.offset + at)
             on_bytes(len(data))
+        self._write(struct.pack("<Q", digest.intdigest()), dense.sum_offset)
 
     def _write_group(self, group: PackedGroup, on_bytes: Callable[[int], None]) -> None:
         sums: list[list[int]] = [[] for _ in group.parts]
