@@ -331,6 +331,17 @@ def test_the_command(tmp_path: Path) -> None:
     assert load_weights(out, policy="learned", fingerprint="abc").size > 0
 
 
+def test_learned_with_a_test_file_learns_from_all(tmp_path: Path) -> None:
+    trace, test, out = tmp_path / "t.npz", tmp_path / "x.npz", tmp_path / "p.safetensors"
+    write_trace(trace, TRACE)
+    write_trace(test, make_trace(300, seed=9))
+    result = flashmoe("train", trace, "-o", out, "--policy", "learned", "--test", test)
+    assert result.exit_code == 0, result.output
+    assert "trained on   1200 tokens of 12 sequences\n" in result.stdout
+    weights = load_weights(out, policy="learned", fingerprint="abc")
+    assert np.array_equal(weights, train_learned(TRACE, SIZES).weights)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

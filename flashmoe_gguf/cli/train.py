@@ -105,6 +105,7 @@ def train(
     One fifth of the sequences is held out: training stops by them, and without --test the table
     is of them. The gap is how far a policy gets from LRU (0 %) to Belady (100 %), who knows the
     future. As training stops by the held-out sequences, a --test file gives the fairer figures.
+    learned needs nothing to stop by: with --test it learns from all of the traces.
 
     \b
     Examples:
@@ -119,6 +120,7 @@ def train(
     whole = join([read_trace(Path(path), n_expert) for path in traces])
     parts = split(whole, seed)
     judge = parts.held_out if test is None else _test_trace(Path(test), whole, n_expert)
+    holds_out = policy == "flashmoe" or test is None
     done: list[State] = []
 
     def progress(what: str, share: float) -> None:
@@ -137,9 +139,12 @@ def train(
                 )
             else:
                 learned = train_learned(
-                    parts.training, sizes, passes=epochs or 1, progress=progress
+                    parts.training if holds_out else whole,
+                    sizes,
+                    passes=epochs or 1,
+                    progress=progress,
                 )
-        note = _note(policy, whole, learned, seed, dagger)
+        note = _note(policy, whole, learned, seed, dagger, holds_out)
         counts = tuple(int(n) for n in whole.n_expert)
         write_policy_file(
             target,
@@ -174,8 +179,12 @@ def _test_trace(path: Path, trained_on: Trace, n_expert: int | None) -> Trace:
     return test
 
 
-def _note(policy: str, trace: Trace, learned: Learned, seed: int, dagger: int) -> str:
-    note = f"{trace.n_tokens} tokens of {len(trace.seq) - 1} sequences, a fifth held out"
+def _note(
+    policy: str, trace: Trace, learned: Learned, seed: int, dagger: int, holds_out: bool
+) -> str:
+    note = f"{trace.n_tokens} tokens of {len(trace.seq) - 1} sequences"
+    if holds_out:
+        note += ", a fifth held out"
     if policy == "flashmoe":
         epochs = "+".join(map(str, learned.epochs))
         loss = f"held-out loss {learned.loss[-1]:.4f}"
