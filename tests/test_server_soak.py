@@ -18,7 +18,8 @@ SECONDS = float(os.environ.get("FLASHMOE_SOAK_SECONDS", "6"))
 def test_soak(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashmoe_gguf.server.soak._PROGRESS_SECONDS", 1.0)
     told: list[float] = []
-    with Command(chat_model, "--n-slots", "3", "-t", "1", "-c", "2048") as server:
+    options = ("--n-slots", "3", "-t", "1", "-c", "2048", "--repeatable")
+    with Command(chat_model, *options) as server:
         server.wait_ready()
         report = Soak(server.url, server.pid, n_clients=8).run(
             SECONDS, lambda left, report: told.append(left)

@@ -62,7 +62,7 @@ _PACKAGES = (
     metavar="FILE",
     envvar="CONFIG_FILE",
     help="llama_cpp.server's config file, JSON or YAML; a model in it may also have ram, n_slots, "
-    "policy, lookahead, io, verify and stream.",
+    "policy, lookahead, io, verify, repeatable and stream.",
     show_envvar=True,
 )
 @click.option(
@@ -70,6 +70,13 @@ _PACKAGES = (
     metavar="NAMESPACE",
     help="Send hit rate, token rate, load latency and evictions to Amazon CloudWatch each minute "
     "(pip install 'flashmoe-gguf[aws]').",
+)
+@click.option(
+    "--repeatable",
+    is_flag=True,
+    help="A greedy answer does not depend on the requests before it: of a prompt that begins like "
+    "the last one only whole ubatches are not computed again. Otherwise all of it is taken over, "
+    "which changes the last bits of logits, as in llama.cpp.",
 )
 @click.option(
     "--logprobs",
@@ -84,6 +91,7 @@ def serve(
     api_key: str | None,
     config: str | None,
     cloudwatch: str | None,
+    repeatable: bool,
     logprobs: bool,
 ) -> None:
     """Serve models over an OpenAI-compatible API, with a dashboard, until Ctrl-C or SIGTERM.
@@ -105,7 +113,10 @@ def serve(
     from flashmoe_gguf.server.runner import Server, bind, is_loopback, url_of
     from flashmoe_gguf.server.settings import complete
 
-    settings, wanted = _settings(load, models, host, port, api_key, config, logprobs)
+    models_settings = [
+        _model_settings(replace(load, model=model), repeatable, logprobs) for model in models
+    ]
+    settings, wanted = _settings(models_settings, host, port, api_key, config)
     completed, geometries = complete(wanted)
     with Screen() as screen:
         showing: list[Activity] = []
@@ -145,13 +156,11 @@ def _need_packages() -> None:
 
 
 def _settings(
-    load: LoadOptions,
-    models: tuple[str, ...],
+    named: list[ServedModelSettings],
     host: str | None,
     port: int | None,
     api_key: str | None,
     config: str | None,
-    logprobs: bool,
 ) -> tuple[ServedSettings, list[ServedModelSettings]]:
     """What was asked for; the command line goes before the config file."""
     from flashmoe_gguf.server.settings import ConfigFile, read_config
@@ -161,11 +170,10 @@ def _settings(
     settings = file.model_copy(update={k: v for k, v in given.items() if v is not None})
     if settings.api_key is not None and not settings.api_key.strip():
         raise OptionError("the API key is empty", "give one, or leave it out")
-    wanted = [_model_settings(replace(load, model=model), logprobs) for model in models]
-    return settings, [*wanted, *file.models]
+    return settings, [*named, *file.models]
 
 
-def _model_settings(load: LoadOptions, logprobs: bool) -> ServedModelSettings:
+def _model_settings(load: LoadOptions, repeatable: bool, logprobs: bool) -> ServedModelSettings:
     from flashmoe_gguf.server.settings import ServedModelSettings
 
     if not isinstance(load.ngl, int):
@@ -179,6 +187,7 @@ def _model_settings(load: LoadOptions, logprobs: bool) -> ServedModelSettings:
         "n_ubatch": load.ubatch or DEFAULT_BATCH,
         "flash_attn": load.flash_attn,
         "n_gpu_layers": load.ngl,
+        "repeatable": repeatable,
         "logits_all": logprobs,
         "verbose": load.verbose,
     }

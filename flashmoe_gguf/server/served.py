@@ -47,10 +47,20 @@ class ServedLlama(Llama):
         self._slow = False
         self._longest = 0
         self._abort = llama_cpp.ggml_abort_callback(_asks_ticket)
-        super().__init__(model_path, **kwargs, **self.ours)
+        ours = dict(self.ours)
+        self._repeatable = bool(ours.pop("repeatable", False))
+        self._alike = 0
+        super().__init__(model_path, **kwargs, **ours)
 
     def eval(self, tokens: Sequence[int]) -> None:
         """As Llama.eval; raises Cancelled when the request that it works for is."""
+        begin, unit = self.n_tokens, self._unit()
+        self._alike = min(self._alike, begin // unit * unit)
+        self._eval(tokens)
+        if begin == self._alike:
+            self._alike = (begin + len(tokens)) // unit * unit
+
+    def _eval(self, tokens: Sequence[int]) -> None:
         ticket = CURRENT.get()
         if ticket is None:
             super().eval(tokens)
@@ -91,7 +101,32 @@ class ServedLlama(Llama):
             raise OptionError("the prompt is empty", "give at least one token")
         if (ticket := CURRENT.get()) is not None:
             ticket.prompt_tokens = len(tokens)  # also those that are cached
+        if self._repeatable:
+            self._keep_alike(tokens)
         return super().generate(tokens, *args, **kwargs)
+
+    def _unit(self) -> int:
+        """Tokens that are always computed together, wherever a prompt is taken up: a ubatch, if
+        batches are whole ones.
+        """
+        n_ubatch = int(self.context_params.n_ubatch)
+        return self.n_batch if self.n_batch % n_ubatch else n_ubatch
+
+    def _keep_alike(self, tokens: Sequence[int]) -> None:
+        """Drops what is cached of the prompt but was computed in other batches than the prompt
+        alone would be: sums over other shapes have other low bits, and greedy decoding other words.
+        """
+        most = min(self._alike, len(tokens) - 1)  # the last one gives the logits
+        same = np.equal(self.input_ids[:most], np.asarray(tokens[:most], self.input_ids.dtype))
+        keep = (most if same.all() else int(same.argmin())) // self._unit() * self._unit()
+        if self.n_tokens > keep:
+            self._requires_eval = True
+            self.n_tokens = keep if self._ctx.kv_cache_seq_rm(-1, keep, -1) else 0
+
+    def load_state(self, state: Any) -> None:
+        """As Llama.load_state; how it was computed is not known."""
+        super().load_state(state)
+        self._alike = 0
 
     def sample(self, *args: Any, **kwargs: Any) -> int:
         """As Llama.sample, counted; the token that ends an answer is none of it."""

@@ -37,6 +37,9 @@ class ServedModelSettings(ModelSettings):  # type: ignore[misc,unused-ignore]
     io: str = Field(default="auto", description="How experts are read.")
     verify: str = Field(default="first", description="When packed experts are checked.")
     n_slots: int | None = Field(default=None, description="Experts cached per layer.")
+    repeatable: bool = Field(
+        default=False, description="An answer does not depend on the requests before it."
+    )
     stream: bool = Field(default=True, description="False: load it as llama_cpp does.")
 
     def ours(self) -> dict[str, Any]:

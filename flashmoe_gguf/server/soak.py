@@ -2,8 +2,9 @@
 
     python -m flashmoe_gguf.server.soak MODEL --seconds 3600 -- --ram 8G
 
-starts `flashmoe serve MODEL --ram 8G`, asks every request once alone, then sends them from 8
-clients at random, and says in one line of JSON what came of it. Exit code 1: something was wrong.
+starts `flashmoe serve MODEL --repeatable --ram 8G`, asks every request once alone, then sends them
+from 8 clients at random, and says in one line of JSON what came of it. Exit code 1: something was
+wrong.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ def main() -> int:
     if sys.version_info < (3, 11):
         command.remove("-P")
     with subprocess.Popen(
-        [*command, "--port", "0", *serve_options],
+        [*command, "--repeatable", "--port", "0", *serve_options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
