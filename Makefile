@@ -76,5 +76,5 @@ $(VENV)/installed: $(VENV)/bindings build/inputs.txt $(SOURCES)
 
 build/inputs.txt: FORCE
 	@mkdir -p build
-	@printf '%s\n' $(INPUTS) > $@.new
+	@printf '%s\n' '$(subst ','\'',$(INPUTS))' > $@.new
 	@if [ "$$(cat $@ 2>/dev/null)" = "$$(cat $@.new)" ]; then rm $@.new; else mv $@.new $@; fi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,14 @@ def test_files_the_package_needs_are_installed() -> None:
         source = next(path for path in (ROOT / name, ROOT / "native" / name) if path.exists())
         assert (PACKAGE / name).read_bytes() == source.read_bytes()
     assert "MIT" in (LIB / "LICENSE.llama.cpp").read_text("utf-8")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("args", ["-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=86;90", "-DA='b c'"])
+def test_make_takes_any_cmake_args(args: str, tmp_path: Path) -> None:
+    command = ["make", "-f", str(ROOT / "Makefile"), "build/inputs.txt", f"CMAKE_ARGS={args}"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    assert f" CMAKE_ARGS={args} " in (tmp_path / "build" / "inputs.txt").read_text("utf-8")
 
 
 @dataclass(frozen=True)
