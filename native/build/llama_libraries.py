@@ -46,8 +46,9 @@ _FORCED = (
     "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
     "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
     f"-DCMAKE_INSTALL_RPATH={'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}",
-    # Only adds folders outside the build, such as the CUDA toolkit's.
+    # Only adds folders outside the build, such as a backend's.
     "-DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON",
+    f"-DCMAKE_PROJECT_INCLUDE={Path(__file__).parent.parent / 'cmake' / 'toolkit_rpath.cmake'}",
     "-DLLAMA_USE_SYSTEM_GGML=OFF",
     "-DLLAMA_OPENSSL=OFF",
     *(
