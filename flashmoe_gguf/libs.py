@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,9 @@ from flashmoe_gguf.errors import LibraryError
 LibrarySet = Literal["patched", "stock"]
 
 _VARIABLE = "LLAMA_CPP_LIB_PATH"
+
+# glibc's words for a library that another one needs
+_ABSENT = re.compile(r"([^\s/:]+): cannot open shared object file")
 
 
 def library_dir(which: LibrarySet) -> Path:
@@ -52,8 +56,7 @@ def load_llama_cpp(which: LibrarySet = "patched") -> ModuleType:
         return importlib.import_module("llama_cpp")
     except (OSError, RuntimeError) as error:
         raise LibraryError(
-            f"the llama.cpp libraries in {wanted} do not load: {error}",
-            "reinstall the package on this machine: `pip install --force-reinstall .`",
+            f"the llama.cpp libraries in {wanted} do not load: {error}", _hint(str(error))
         ) from error
     finally:
         # child processes choose for themselves
@@ -61,3 +64,15 @@ def load_llama_cpp(which: LibrarySet = "patched") -> ModuleType:
             del os.environ[_VARIABLE]
         else:
             os.environ[_VARIABLE] = before
+
+
+def _hint(error: str) -> str:
+    """What to do about libraries that do not load: one of a GPU's may be missing."""
+    absent = _ABSENT.search(error)
+    if absent is None or absent[1].startswith(("libllama", "libggml")):
+        return "reinstall the package on this machine: `pip install --force-reinstall .`"
+    why = "comes with NVIDIA's driver" if absent[1].startswith("libcuda.") else "is missing"
+    return (
+        f"{absent[1]} {why}: install it, or name its folder in LD_LIBRARY_PATH; without a GPU, "
+        "`pip install --force-reinstall .` builds for the processor"
+    )

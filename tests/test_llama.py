@@ -333,6 +333,42 @@ def test_other_libraries_are_refused(tmp_path: Path) -> None:
     assert "llama_cpp was imported before with the libraries in" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("absent", "hint"),
+    [
+        ("libcuda.so.1", "libcuda.so.1 comes with NVIDIA's driver"),
+        ("libcublas.so.13", "libcublas.so.13 is missing"),
+        ("libggml.so", "reinstall the package on this machine"),
+        ("", "reinstall the package on this machine"),
+    ],
+)
+def test_libraries_that_do_not_load(absent: str, hint: str, tmp_path: Path) -> None:
+    """With a hint that fits what is missing: a GPU's driver or toolkit, or our own."""
+    program = (
+        "import importlib, sys\n"
+        "from flashmoe_gguf import LibraryError, libs\n"
+        "def broken(name):\n"
+        "    raise RuntimeError(sys.argv[1])\n"
+        "importlib.import_module = broken\n"
+        "try:\n"
+        "    libs.load_llama_cpp()\n"
+        "except LibraryError as error:\n"
+        "    print(error.message, error.hint, sep='\\n')\n"
+    )
+    why = "Failed to load shared library '/x/libllama.so': "
+    why += f"{absent}: cannot open shared object file: No such file or directory" if absent else "?"
+    done = subprocess.run(
+        [sys.executable, "-c", program, why],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    message, advice = done.stdout.splitlines()
+    assert message.startswith("the llama.cpp libraries in ") and message.endswith(why)
+    assert advice.startswith(hint)
+
+
 def test_the_environment_is_left_as_it_was() -> None:
     import os
 
