@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -170,7 +171,7 @@ def test_the_bindings_load_the_set(name: str) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-I", "-c", code],
-        env={"LLAMA_CPP_LIB_PATH": str(LIB / name)},
+        env={**os.environ, "LLAMA_CPP_LIB_PATH": str(LIB / name)},
         capture_output=True,
         text=True,
         check=False,
