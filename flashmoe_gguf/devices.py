@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flashmoe_gguf.errors import OptionError
@@ -118,12 +119,18 @@ def _describe(lib: Any, handle: int) -> tuple[int, bytes | None, Device]:
 
 
 def device_backends(llama_cpp: Any) -> list[str]:
-    """The backends for devices that the libraries were built with."""
+    """The backends for devices that the libraries were built with.
+
+    Vulkan's is not registered at all where there is no driver; its library is there all the same.
+    """
     lib = llama_cpp.llama_cpp._lib
     count = _function(lib, "ggml_backend_reg_count", ctypes.c_size_t)
     get = _function(lib, "ggml_backend_reg_get", ctypes.c_void_p, ctypes.c_size_t)
     names = [_reg_name(lib, get(i)) for i in range(count())]
-    return [name for name in names if name not in _NO_DEVICES]
+    found = [name for name in names if name not in _NO_DEVICES]
+    if not found and list(Path(llama_cpp.llama_cpp._base_path).glob("libggml-vulkan.*")):
+        found = ["Vulkan"]
+    return found
 
 
 def need_device(llama_cpp: Any) -> list[Device]:
@@ -140,7 +147,8 @@ def need_device(llama_cpp: Any) -> list[Device]:
     raise OptionError(
         f"there is no device to put layers on: llama.cpp was built with {', '.join(backends)}, "
         "which finds none",
-        "check the driver, and variables such as CUDA_VISIBLE_DEVICES; or leave out the layers",
+        "check the driver, and variables such as CUDA_VISIBLE_DEVICES and GGML_VK_VISIBLE_DEVICES; "
+        "or leave out the layers",
     )
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,6 +199,15 @@ class TestWithoutADevice:
         monkeypatch.setattr(devices, "device_backends", lambda _: ["CUDA"])
         with pytest.raises(OptionError, match="built with CUDA, which finds none"):
             devices.need_device(llama_cpp)
+
+    def test_vulkan_without_a_driver_is_named(self, tmp_path: Path) -> None:
+        """Its library is there, and does not register."""
+        from flashmoe_gguf.llama import llama_cpp
+
+        (tmp_path / "libggml-vulkan.so").touch()
+        libraries = SimpleNamespace(_lib=llama_cpp.llama_cpp._lib, _base_path=tmp_path)
+        found = device_backends(SimpleNamespace(llama_cpp=libraries))
+        assert found == (device_backends(llama_cpp) or ["Vulkan"])
 
 
 @pytest.fixture
