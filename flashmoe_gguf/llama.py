@@ -90,7 +90,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
       cache go to the devices, routed experts are streamed all the same.
     - op_offload: True lets devices take over the expert matmuls of large batches, as llama.cpp
       does: the routed experts are uploaded through the cache for each. It gains where the device is
-      faster than the processor by more than the upload takes. None and False: the processor does.
+      faster than the processor by more than the upload takes. None and False: what lies in the
+      system's memory is computed by the processor, also dense weights.
 
     A model without routed experts is loaded as llama_cpp does; `is_streamed` says which it was.
     Weights are not repacked (`use_extra_bufts` is off), so that logits equal those of stock
@@ -210,7 +211,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         _, committed = process_memory()
         with experts.native.attached():
             # not mmapped: dense weights live in anonymous memory, which the kernel cannot drop
-            self._load(model_path, {**kwargs, "use_mmap": False})
+            fixed_kwargs = {"use_mmap": False, "op_offload": bool(kwargs.get("op_offload"))}
+            self._load(model_path, {**kwargs, **fixed_kwargs})
         grown = process_memory()[1] - committed - self._untouched_bytes()
         fixed = replace(fixed, context=max(grown - fixed.dense, fixed.context))
         top_k = used_experts(self.geometry, kwargs.get("kv_overrides"))

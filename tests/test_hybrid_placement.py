@@ -210,6 +210,16 @@ class TestWithoutADevice:
         assert found == (device_backends(llama_cpp) or ["Vulkan"])
 
 
+@pytest.mark.parametrize(("given", "on"), [(None, False), (False, False), (True, True)])
+def test_nothing_is_uploaded_unless_asked_for(
+    given: bool | None, on: bool, tiny_model: Callable[[str], Path]
+) -> None:
+    """llama.cpp's default is on, and takes dense weights to any device it knows."""
+    llm = Llama(str(tiny_model("mixed")), n_slots=2, op_offload=given, verbose=False)
+    assert llm.context_params.op_offload is on
+    llm.close()
+
+
 @pytest.fixture
 def big_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashmoe_gguf.plan import device

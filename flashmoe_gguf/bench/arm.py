@@ -44,8 +44,9 @@ _PROGRESS_SECONDS = 0.5
 class Arm:
     """What to run.
 
-    - kind: STREAMED; STOCK, unpatched llama.cpp, mmap, weights not repacked; STOCK_DEFAULT, the
-      same with llama-cpp-python's defaults, which repack.
+    - kind: STREAMED; STOCK, unpatched llama.cpp, mmap, weights not repacked, nothing uploaded to a
+      device for large batches; STOCK_DEFAULT, the same with llama-cpp-python's defaults, which do
+      both.
     - prompt: token ids, `n_prompt` of them; where it is empty `text` is tokenized, and repeated or
       cut to `n_prompt` tokens.
     - n_warmup tokens are decoded before the clock starts, then n_gen; at most `seconds` are spent
@@ -135,6 +136,9 @@ def _load_stock(arm: Arm, options: dict[str, Any]) -> Any:
 
     llama_cpp = load_llama_cpp("stock")
     placement = place_model(llama_cpp, read_geometry(arm.model), options, with_experts=False)
+
+    if arm.kind == STOCK:
+        options["op_offload"] = False  # a device has other low bits, and streamed experts stay here
 
     def adjust(params: Any) -> None:
         if arm.kind == STOCK:
