@@ -1,9 +1,10 @@
-"""A device without a GPU: llama.cpp's RPC server on this machine, and a program that uses it.
+"""A program that uses a device: the one that the libraries find, or one that needs no GPU.
 
-The server computes on the processor, but to llama.cpp it is a device like any other: its buffers
-are no host memory, tensors are copied to and from it. A process that has found it keeps it for
-good, so what uses it runs in a child: `run()` does that, and this file is the child's program.
-It needs libraries built with GGML_RPC=ON.
+The latter is llama.cpp's RPC server on this machine. It computes on the processor, but to llama.cpp
+it is a device like any other: its buffers are no host memory, tensors are copied to and from it.
+A process that has found a device keeps it for good, so what uses it runs in a child: `run()` does
+that, and this file is the child's program. `port` is the server's, or OWN. The server needs
+libraries built with GGML_RPC=ON.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 
 import scenarios
 
+OWN = 0  # in place of the server's port: the devices that the libraries find
 LEAST_ROWS = 32  # ggml-cuda.cu, ggml-vulkan.cpp: batches from here on are worth an upload
 
 # ggml-backend-impl.h: place in struct ggml_backend_device_i
@@ -59,10 +61,12 @@ def function(lib: Any, name: str, result: Any, *arguments: Any) -> Any:
 
 
 def buffer_type(lib: Any, tensor: Tensor) -> str:
-    """The name of the buffer type that a tensor's data is in."""
+    """The name of the buffer type that a tensor's data is in, or "host" for host memory."""
     get_type = function(lib, "ggml_backend_buffer_get_type", ctypes.c_void_p, ctypes.c_void_p)
     get_name = function(lib, "ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
-    return str(get_name(get_type(tensor.buffer)).decode())
+    is_host = function(lib, "ggml_backend_buft_is_host", ctypes.c_bool, ctypes.c_void_p)
+    kind = get_type(tensor.buffer)
+    return "host" if is_host(kind) else str(get_name(kind).decode())
 
 
 def is_expert_matmul(lib: Any, tensor: Tensor) -> bool:
@@ -77,6 +81,9 @@ class Run:
     tokens are evaluated at once, one after the other, then `n_greedy` single ones. `watch`: note
     where each expert matmul has its weights. `faulty`: first with a read that fails. `parallel`:
     let llama.cpp compute ubatches in parallel on several devices, which ours otherwise does not.
+
+    Stock runs without `op_offload` unless it is given, as ours do. A watched run computes node by
+    node, where a GPU's backend otherwise fuses some: it compares with a watched one only.
     """
 
     name: str
@@ -91,7 +98,7 @@ class Run:
 def run(
     folder: Path,
     libraries: str,
-    port: int | None,
+    port: int,
     model: Path,
     runs: Sequence[Run],
     *,
@@ -99,7 +106,7 @@ def run(
 ) -> dict[str, Any]:
     """Logits by run, [1 + n_greedy, n_vocab] of the last tokens; `NAME.seen`, `NAME.said`.
 
-    `offload`: the device says about large batches that it wants them, as GPUs do.
+    `offload`: the server's devices say about large batches that they want them, as GPUs do.
     """
     request = {
         "libraries": libraries,
@@ -113,7 +120,7 @@ def run(
         [sys.executable, str(Path(__file__)), str(out)],
         input=json.dumps(request, default=list).encode(),
         capture_output=True,
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, (done.returncode, done.stderr.decode(errors="replace")[-3000:])
@@ -175,6 +182,8 @@ def _serve(port: int, n_devices: int) -> None:
 
 def add_devices(lib: Any, port: int) -> list[int]:
     """Makes the server's devices known to ggml; their handles."""
+    if port == OWN:
+        return []
     add = function(lib, "ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
     reg = add(f"127.0.0.1:{port}".encode())
     function(lib, "ggml_backend_register", None, ctypes.c_void_p)(reg)
@@ -248,6 +257,13 @@ def _base(libraries: str) -> tuple[type, Any]:
     return plain_llama("stock", adjust), llama_cpp
 
 
+def in_software(llama_cpp: Any) -> bool:
+    """Mesa's GPU on the processor: it takes minutes to compile a kernel for larger batches."""
+    from flashmoe_gguf.devices import list_devices
+
+    return any("llvmpipe" in device.description for device in list_devices(llama_cpp))
+
+
 def _evaluate(llm: Any, steps: Sequence[int], n_greedy: int) -> Any:
     n_vocab = llm.n_vocab()
     tokens = [int(t) for t in np.random.default_rng(7).integers(0, n_vocab, sum(steps))]
@@ -279,8 +295,9 @@ def _fail(llm: Any, one: Run) -> str:
 def _main(request: dict[str, Any]) -> dict[str, Any]:
     base, llama_cpp = _base(request["libraries"])
     lib = llama_cpp.llama_cpp._lib
-    devices = add_devices(lib, request["port"]) if request["port"] is not None else []
+    devices = add_devices(lib, request["port"])
     kept = want_batches(lib, devices) if request["offload"] else None
+    n_ubatch = LEAST_ROWS if in_software(llama_cpp) else 256
     said: list[str] = []
     log = llama_cpp.llama_log_callback(lambda _l, text, _d: said.append(text.decode()))
     llama_cpp.llama_log_set(log, None)
@@ -294,7 +311,10 @@ def _main(request: dict[str, Any]) -> dict[str, Any]:
 
             ours.keep_experts_on_host = lambda *_: None
         said.clear()
-        llm = kind(request["model"], **{**scenarios.context_options(2), **one.options})
+        defaults = {**scenarios.context_options(2), "n_ubatch": n_ubatch}
+        if request["libraries"] == "stock":
+            defaults["op_offload"] = False
+        llm = kind(request["model"], **{**defaults, **one.options})
         try:
             if one.faulty:
                 arrays[f"{one.name}.error"] = _fail(llm, one)
@@ -314,7 +334,7 @@ def _main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def command_line(port: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`flashmoe ARGUMENTS` in a process that knows the server's devices."""
+    """`flashmoe ARGUMENTS` in a process that knows the devices."""
     return subprocess.run(
         [sys.executable, str(Path(__file__)), "--cli", str(port), *arguments],
         capture_output=True,
@@ -339,7 +359,7 @@ def _command_line(port: int, arguments: list[str]) -> None:
 
 
 def arm(port: int, of_bench: Any) -> dict[str, Any]:
-    """What one arm of a bench reports, in a process that knows the server's devices."""
+    """What one arm of a bench reports, in a process that knows the devices."""
     from flashmoe_gguf.bench.arm import to_json
 
     done = subprocess.run(

@@ -1,7 +1,8 @@
 """Dense layers on a device, experts streamed on the processor's side: the logits are stock's with
 the same placement, and no expert ever leaves but through the cache.
 
-The device is llama.cpp's RPC server, see rpc_device.py; `make hybrid` builds libraries with it.
+The device is the one that the libraries find, or llama.cpp's RPC server where they were built with
+it, see rpc_device.py; `make hybrid` builds such libraries.
 """
 
 from __future__ import annotations
@@ -20,14 +21,40 @@ import rpc_device
 import test_bench_limit
 from flashmoe_gguf.bench.arm import STOCK, STREAMED, Arm
 from flashmoe_gguf.bench.limit import V1
+from flashmoe_gguf.devices import Device, device_backends, list_devices
 from flashmoe_gguf.libs import library_dir
 from flashmoe_gguf.store import read_geometry
-from rpc_device import LEAST_ROWS, Run
+from rpc_device import LEAST_ROWS, OWN, Run
 
-pytestmark = pytest.mark.skipif(
-    not list(library_dir("patched").glob("libggml-rpc.*")),
-    reason="the libraries were built without llama.cpp's RPC backend: make hybrid",
-)
+WITH_SERVER = bool(list(library_dir("patched").glob("libggml-rpc.*")))
+
+
+def own_devices() -> list[Device]:
+    from flashmoe_gguf.llama import llama_cpp
+
+    return list_devices(llama_cpp)
+
+
+def most_rows() -> int:
+    """Of a batch in the tests that make many runs; kernels in software take their time."""
+    from flashmoe_gguf.llama import llama_cpp
+
+    return 2 * LEAST_ROWS if rpc_device.in_software(llama_cpp) else 512
+
+
+def why_not() -> str:
+    """Why there is no device for these tests; empty: there is one."""
+    from flashmoe_gguf.llama import llama_cpp
+
+    if WITH_SERVER or own_devices():
+        return ""
+    if backends := device_backends(llama_cpp):
+        return f"the libraries were built with {', '.join(backends)}, which finds no device"
+    return "the libraries were built for the processor only: make hybrid"
+
+
+WHY_NOT = why_not()
+pytestmark = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 
 v1 = test_bench_limit.v1
 
@@ -37,12 +64,20 @@ KINDS = ("mixed", "gptoss", "fused", "grovemoe", "deepseek2lite-like")
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
+    if not WITH_SERVER:
+        yield OWN
+        return
     with rpc_device.serving() as port:
         yield port
 
 
 @pytest.fixture(scope="module")
 def two_devices() -> Iterator[int]:
+    if not WITH_SERVER:
+        if len(own_devices()) < 2:
+            pytest.skip("there is one device only")
+        yield OWN
+        return
     with rpc_device.serving(2) as port:
         yield port
 
@@ -96,13 +131,14 @@ def test_no_batch_takes_experts_to_the_device(
     cannot be read, so a copy past the cache would end the child.
     """
     model = tiny_model("mixed")
-    sizes = (1, LEAST_ROWS - 1, LEAST_ROWS, LEAST_ROWS + 1, 512)
+    sizes = (1, LEAST_ROWS - 1, LEAST_ROWS, LEAST_ROWS + 1, most_rows())
     shared: dict[str, Any] = {"steps": sizes, "n_greedy": 4}
-    stock = [Run("on", {"n_gpu_layers": 99}, watch=True, **shared)]
-    stock += [Run("off", {"n_gpu_layers": 99, "op_offload": False}, watch=True, **shared)]
+    here = {"n_gpu_layers": 99, "op_offload": False}
+    stock = [Run("on", {**here, "op_offload": None}, watch=True, **shared)]
+    stock += [Run(f"off {watch}", here, watch=watch, **shared) for watch in (True, False)]
     want = rpc_device.run(tmp_path, "stock", port, model, stock, offload=True)
     assert on_device(want["on.seen"]) == large(want["on.seen"]) != set()
-    assert not on_device(want["off.seen"])
+    assert not on_device(want["off True.seen"])
 
     runs = []
     for name, n_slots in slot_counts(model).items():
@@ -112,19 +148,23 @@ def test_no_batch_takes_experts_to_the_device(
                 runs.append(Run(f"{name} {op_offload} {watch}", options, watch=watch, **shared))
     got = rpc_device.run(tmp_path, "patched", port, model, runs, offload=True)
     for each in runs:
-        assert np.array_equal(got[each.name], want["off"]), each.name
+        assert np.array_equal(got[each.name], want[f"off {each.watch}"]), each.name
         if each.watch:
             assert {buft for _, buft in got[f"{each.name}.seen"]} == {EXPERT_BUFFER}
-            assert {rows for rows, _ in got[f"{each.name}.seen"]} >= {1, LEAST_ROWS, 256}
+            assert rows_of(got[f"{each.name}.seen"]) == rows_of(want["on.seen"]) >= {1, LEAST_ROWS}
 
 
 def on_device(seen: list[tuple[int, str]]) -> set[int]:
     """Rows of the expert matmuls whose weights are in the device's memory."""
-    return {rows for rows, buft in seen if buft.startswith("RPC")}
+    return {rows for rows, buft in seen if buft not in (EXPERT_BUFFER, "host")}
+
+
+def rows_of(seen: list[tuple[int, str]]) -> set[int]:
+    return {rows for rows, _ in seen}
 
 
 def large(seen: list[tuple[int, str]]) -> set[int]:
-    return {rows for rows, _ in seen if rows >= LEAST_ROWS}
+    return {rows for rows in rows_of(seen) if rows >= LEAST_ROWS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,10 +173,10 @@ def test_experts_are_uploaded_through_the_cache(
 ) -> None:
     """With op_offload the device gets the large batches that it wants, as in stock."""
     model = tiny_model(kind)
-    sizes = (1, LEAST_ROWS - 1, LEAST_ROWS, LEAST_ROWS + 1, 512)
+    sizes = (1, LEAST_ROWS - 1, LEAST_ROWS, LEAST_ROWS + 1, most_rows())
     shared: dict[str, Any] = {"steps": sizes, "n_greedy": 4}
     options = {"n_gpu_layers": 99, "op_offload": True}
-    stock = [Run("on", options, watch=True, **shared)]
+    stock = [Run(f"on {watch}", options, watch=watch, **shared) for watch in (True, False)]
     want = rpc_device.run(tmp_path, "stock", port, model, stock, offload=True)
     runs = [
         Run(f"{name} {watch}", {**options, "n_slots": n_slots}, watch=watch, **shared)
@@ -145,12 +185,11 @@ def test_experts_are_uploaded_through_the_cache(
     ]
     got = rpc_device.run(tmp_path, "patched", port, model, runs, offload=True)
     for each in runs:
-        assert np.array_equal(got[each.name], want["on"]), each.name
+        assert np.array_equal(got[each.name], want[f"on {each.watch}"]), each.name
         if each.watch:
             seen = got[f"{each.name}.seen"]
-            assert on_device(seen) == large(seen) == large(want["on.seen"]) != set()
-            others = {buft for _, buft in seen if not buft.startswith("RPC")}
-            assert others == {EXPERT_BUFFER}
+            assert on_device(seen) == large(seen) == large(want["on True.seen"]) != set()
+            assert {buft for rows, buft in seen if rows < LEAST_ROWS} == {EXPERT_BUFFER}
 
 
 def test_an_upload_reads_each_routed_expert_once(
@@ -160,10 +199,10 @@ def test_an_upload_reads_each_routed_expert_once(
     model = tiny_model("mixed")
     geometry = read_geometry(model)
     plain = {"n_gpu_layers": 99, "n_slots": 0, "lookahead": "off"}
-    steps: dict[str, Any] = {"steps": (256,)}
+    steps: dict[str, Any] = {"steps": (LEAST_ROWS,)}  # one ubatch
     runs = [Run("here", plain, **steps), Run("there", {**plain, "op_offload": True}, **steps)]
     cached = {"n_gpu_layers": 99, "n_slots": geometry.n_expert, "op_offload": True}
-    runs.append(Run("cached", cached, steps=(256, 256)))
+    runs.append(Run("cached", cached, steps=(LEAST_ROWS, LEAST_ROWS)))
     got = rpc_device.run(tmp_path, "patched", port, model, runs, offload=True)
     assert got["there.stats"] == got["here.stats"]
     assert got["there.stats"]["lookups"] > 0
@@ -221,7 +260,7 @@ def test_ubatches_in_parallel_on_two_devices(
 ) -> None:
     """llama.cpp's pipeline parallelism, which a load of ours turns off, would be right too."""
     model = tiny_model("mixed")
-    options = {"n_gpu_layers": 99, "n_ubatch": 64}
+    options = {"n_gpu_layers": 99, "n_ubatch": LEAST_ROWS}
     shared: dict[str, Any] = {"steps": (512, 100), "n_greedy": 4}
     stock = [Run("stock", options, **shared)]
     want = rpc_device.run(tmp_path, "stock", two_devices, model, stock)["stock"]
@@ -241,12 +280,34 @@ def test_on_the_command_line(port: int, tiny_model: Callable[[str], Path]) -> No
     shared = ("run", model, "--tokens", "1,2,3", "-n", "8", "--temp", "0", "-c", "256", "-t", "1")
     ours = rpc_device.command_line(port, *shared, "--n-slots", "2", "--ngl", "99")
     assert ours.returncode == 0, ours.stderr
-    assert re.search(r"device +RPC0 \(127.0.0.1:[0-9]+\), 4 of 4 layers: dense", ours.stderr)
+    assert re.search(r"device +[A-Za-z]+0 \(.+\), 4 of 4 layers: dense", ours.stderr)
     stock = rpc_device.command_line(port, *shared, "--no-stream", "--ngl", "99")
     assert stock.returncode == 0, stock.stderr
     assert "4 of 4 layers" in stock.stderr
     assert len(ours.stdout.split()) == 8
     assert ours.stdout == stock.stdout
+
+
+@pytest.mark.skipif(WITH_SERVER, reason="the server's devices cannot be hidden")
+def test_a_hidden_device(
+    port: int, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or none at all, where a driver is missing: the error says what the libraries could use."""
+    if own_devices()[0].backend not in ("CUDA", "Vulkan"):
+        pytest.skip("there is no variable that hides it")
+    shared = ("run", str(tiny_model("mixed")), "--tokens", "1,2,3", "-n", "1", "--n-slots", "2")
+    cases: list[dict[str, str]] = [{"CUDA_VISIBLE_DEVICES": "", "GGML_VK_VISIBLE_DEVICES": ""}]
+    cases.append({"CUDA_VISIBLE_DEVICES": "99", "GGML_VK_VISIBLE_DEVICES": "99"})
+    cases.append({**cases[0], "VK_DRIVER_FILES": "/none", "VK_ICD_FILENAMES": "/none"})
+    for hidden in cases:
+        with monkeypatch.context() as patch:
+            for name, value in hidden.items():
+                patch.setenv(name, value)
+            done = rpc_device.command_line(port, *shared, "--ngl", "99")
+            auto = rpc_device.command_line(port, *shared, "--ngl", "auto")
+        assert done.returncode == 2
+        assert f"built with {own_devices()[0].backend}, which finds none" in done.stderr
+        assert auto.returncode == 0, auto.stderr
 
 
 def test_a_plan_with_the_device(port: int, tiny_model: Callable[[str], Path]) -> None:
