@@ -52,6 +52,18 @@ def test_it_finds_what_is_wrong(chat_model: Path) -> None:
     assert any("Connection" in problem for problem in gone._problems)
 
 
+def test_it_ends_when_no_client_is_left(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Command(chat_model, "--n-slots", "3", "-t", "1", "-c", "2048") as server:
+        server.wait_ready()
+        soak = Soak(server.url, server.pid, n_clients=2)
+        soak._jobs = jobs()[:1]
+        monkeypatch.setattr(soak, "_check", lambda index, status, text: 1 / 0)
+        monkeypatch.setattr("flashmoe_gguf.server.soak._LEAVE_SHARE", 0.0)
+        report = soak.run(600.0)
+    assert report.seconds < 60.0 and report.answers == 0
+    assert report.problems == {"ZeroDivisionError: division by zero": 2}
+
+
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "flashmoe_gguf.server.soak", str(tmp_path / "no.gguf")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -183,7 +183,10 @@ class Soak:
         for thread in threads:
             thread.start()
         told = started
-        while (left := started + seconds - time.monotonic()) > 0:
+        # a client ends at the first problem that is none of an answer; without any there is no soak
+        while (left := started + seconds - time.monotonic()) > 0 and any(
+            thread.is_alive() for thread in threads
+        ):
             if time.monotonic() - told >= _PROGRESS_SECONDS:
                 told += _PROGRESS_SECONDS
                 progress(left, self._report)
