@@ -20,6 +20,7 @@ LibrarySet = Literal["patched", "stock"]
 
 _VARIABLE = "LLAMA_CPP_LIB_PATH"
 
+_FOR_GPUS = ("libcu", "libnv", "libvulkan", "libamdhip", "libhip", "libroc")
 # glibc's words for a library that another one needs
 _ABSENT = re.compile(r"([^\s/:]+): cannot open shared object file")
 
@@ -72,7 +73,10 @@ def _hint(error: str) -> str:
     if absent is None or absent[1].startswith(("libllama", "libggml")):
         return "reinstall the package on this machine: `pip install --force-reinstall .`"
     why = "comes with NVIDIA's driver" if absent[1].startswith("libcuda.") else "is missing"
-    return (
-        f"{absent[1]} {why}: install it, or name its folder in LD_LIBRARY_PATH; without a GPU, "
-        "`pip install --force-reinstall .` builds for the processor"
-    )
+    hint = f"{absent[1]} {why}: install it, or name its folder in LD_LIBRARY_PATH"
+    if absent[1].startswith(_FOR_GPUS):
+        hint += (
+            "; without a GPU, `pip install --force-reinstall .` without CMAKE_ARGS builds for the "
+            "processor"
+        )
+    return hint

@@ -338,6 +338,7 @@ def test_other_libraries_are_refused(tmp_path: Path) -> None:
     [
         ("libcuda.so.1", "libcuda.so.1 comes with NVIDIA's driver"),
         ("libcublas.so.13", "libcublas.so.13 is missing"),
+        ("libgomp.so.1", "libgomp.so.1 is missing"),
         ("libggml.so", "reinstall the package on this machine"),
         ("", "reinstall the package on this machine"),
     ],
@@ -367,6 +368,7 @@ def test_libraries_that_do_not_load(absent: str, hint: str, tmp_path: Path) -> N
     message, advice = done.stdout.splitlines()
     assert message.startswith("the llama.cpp libraries in ") and message.endswith(why)
     assert advice.startswith(hint)
+    assert ("for the processor" in advice) == absent.startswith("libcu")
 
 
 def test_the_environment_is_left_as_it_was() -> None:

@@ -418,6 +418,13 @@ def test_a_damaged_expert_is_not_unpacked(source: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "back").iterdir()) == []
 
 
+def test_a_file_from_before_dense_sums_is_not_called_damaged(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.gguf"
+    pack_model(source, out)
+    out.write_bytes(out.read_bytes().replace(b"flashmoe.dense_sums", b"flashmoe.other_sums"))
+    refused("packed before dense tensors", "the version", lambda: verify_model(out))
+
+
 def test_a_damaged_dense_tensor_is_not_unpacked(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "p.gguf"
     pack_model(source, out)

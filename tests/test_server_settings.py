@@ -59,6 +59,7 @@ def test_equal_names_are_refused(chat_model: Path, tmp_path: Path) -> None:
     ("setting", "words"),
     [
         ({"lora_path": "x"}, "LoRA"),
+        ({"cache": True, "repeatable": True}, "leave out cache"),
         ({"rpc_servers": "x"}, "rpc_servers"),
         ({"use_mlock": True}, "mlock"),
         ({"policy": "none such"}, "none such"),

@@ -33,7 +33,7 @@ def verify(packed: str, threads: int, as_json: bool) -> None:
     """Read every expert and every dense tensor of a packed file and compare with its checksum.
 
     Exit code 2 if one differs; layer and expert, or the tensor, are named. The header is checked
-    too.
+    too; what a source file had between its tensors has no checksum.
 
     \b
     Examples:

@@ -85,6 +85,11 @@ def open_packed(path: str | os.PathLike[str]) -> PackedFile:
         layout = plan_layout(source, recorded_stripes(header))
     except struct.error:  # numbers that no real file has
         raise _damaged(where, "the sizes of the source files are impossible") from None
+    if layout.dense and "flashmoe.dense_sums" not in tensors:
+        raise ModelFileError(
+            f"{shown(where)}: packed before dense tensors had checksums",
+            "it runs; to verify or unpack it take the version of flashmoe-gguf that packed it",
+        )
     if layout.header != start:
         raise _damaged(where, "the header is not the one that its source gives")
     if layout.total_bytes != header.shards[0].size_bytes:

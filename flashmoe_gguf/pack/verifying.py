@@ -68,9 +68,10 @@ def verify_model(
 ) -> VerifyReport:
     """Read every block and every dense tensor from the disk and compare.
 
-    The header and the stored source headers are checked too, and raise ModelFileError where they
-    are wrong, PackError for a file that is not packed or by a newer version; so does a drive
-    that cannot read. Memory: a few blocks.
+    Not the bytes that source files had between their tensors. The header and the stored source
+    headers are checked too, and raise ModelFileError where they are wrong, PackError for a file
+    that is not packed or by a newer version; so does a drive that cannot read. Memory: a few
+    blocks.
     """
     file = open_packed(packed)
     layout = file.layout

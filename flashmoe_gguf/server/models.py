@@ -125,6 +125,12 @@ class Models(LlamaProxy):  # type: ignore[misc,unused-ignore]
         if settings.lora_path is not None and settings.stream:
             raise OptionError(f"{alias}: LoRA adapters need a model that is not streamed")
 
+        if settings.repeatable and settings.cache:
+            raise OptionError(
+                f"{alias}: of a cached state nothing can be taken over with repeatable",
+                "leave out cache, or repeatable",
+            )
+
         class Bound(ServedLlama):
             pass
 

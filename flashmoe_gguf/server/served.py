@@ -125,8 +125,8 @@ class ServedLlama(Llama):
 
     def load_state(self, state: Any) -> None:
         """As Llama.load_state; how it was computed is not known."""
+        self._alike = 0  # also if loading fails half-way
         super().load_state(state)
-        self._alike = 0
 
     def sample(self, *args: Any, **kwargs: Any) -> int:
         """As Llama.sample, counted; the token that ends an answer is none of it."""

@@ -38,7 +38,7 @@ class ServedModelSettings(ModelSettings):  # type: ignore[misc,unused-ignore]
     verify: str = Field(default="first", description="When packed experts are checked.")
     n_slots: int | None = Field(default=None, description="Experts cached per layer.")
     repeatable: bool = Field(
-        default=False, description="An answer does not depend on the requests before it."
+        default=False, description="A greedy answer does not depend on the requests before it."
     )
     stream: bool = Field(default=True, description="False: load it as llama_cpp does.")
 
