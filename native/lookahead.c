@@ -116,11 +116,9 @@ static void give_up(struct fm_stream *stream, int32_t index, int32_t s) {
     }
     for (int32_t p = 0; p < n_parts; p++) {
         struct load *load = &slot->loads[p];
-        if (atomic_load_explicit(&load->state, memory_order_relaxed) == LOAD_LOADING) {
-            load->given_up = load->pending > 0;
-            if (load->pending == 0) {
-                atomic_store_explicit(&load->state, LOAD_EMPTY, memory_order_relaxed);
-            }
+        load->given_up = load->pending > 0; /* what arrives is not whole */
+        if (!load->given_up) {
+            atomic_store_explicit(&load->state, LOAD_EMPTY, memory_order_relaxed);
         }
     }
     fm_slots_remove(stream, index, s);

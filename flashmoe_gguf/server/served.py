@@ -51,10 +51,14 @@ class ServedLlama(Llama):
         self._repeatable = bool(ours.pop("repeatable", False))
         self._alike = 0
         super().__init__(model_path, **kwargs, **ours)
+        # Tokens that are always computed together, wherever a prompt is taken up: a ubatch, if
+        # batches are whole ones.
+        n_ubatch = int(self.context_params.n_ubatch)
+        self._unit = self.n_batch if self.n_batch % n_ubatch else n_ubatch
 
     def eval(self, tokens: Sequence[int]) -> None:
         """As Llama.eval; raises Cancelled when the request that it works for is."""
-        begin, unit = self.n_tokens, self._unit()
+        begin, unit = self.n_tokens, self._unit
         self._alike = min(self._alike, begin // unit * unit)
         self._eval(tokens)
         if begin == self._alike:
@@ -105,20 +109,13 @@ class ServedLlama(Llama):
             self._keep_alike(tokens)
         return super().generate(tokens, *args, **kwargs)
 
-    def _unit(self) -> int:
-        """Tokens that are always computed together, wherever a prompt is taken up: a ubatch, if
-        batches are whole ones.
-        """
-        n_ubatch = int(self.context_params.n_ubatch)
-        return self.n_batch if self.n_batch % n_ubatch else n_ubatch
-
     def _keep_alike(self, tokens: Sequence[int]) -> None:
         """Drops what is cached of the prompt but was computed in other batches than the prompt
         alone would be: sums over other shapes have other low bits, and greedy decoding other words.
         """
         most = min(self._alike, len(tokens) - 1)  # the last one gives the logits
         same = np.equal(self.input_ids[:most], np.asarray(tokens[:most], self.input_ids.dtype))
-        keep = (most if same.all() else int(same.argmin())) // self._unit() * self._unit()
+        keep = (most if same.all() else int(same.argmin())) // self._unit * self._unit
         if self.n_tokens > keep:
             self._requires_eval = True
             self.n_tokens = keep if self._ctx.kv_cache_seq_rm(-1, keep, -1) else 0
