@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 from click.testing import CliRunner, Result
 
 from flashmoe_gguf.bench.synthetic import build_replay_model, synthetic_trace
@@ -114,6 +115,20 @@ class Terminal:
     def send(self, keys: str) -> None:
         """Types."""
         os.write(self._fd, keys.encode())
+
+    def interrupt_prompt(self) -> None:
+        """Types Ctrl-C once the command waits for a line.
+
+        CPython shows the prompt first and waits after it. What a Ctrl-C between the two has to say
+        is heard with the next key only: one in a hundred is too early for a user's hand, not for a
+        program's.
+        """
+        command = psutil.Process(self._child.pid)
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        while command.status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < deadline, "the command does not wait for a line"
+            time.sleep(0.001)
+        self.send("\x03")
 
     def expect(self, pattern: str) -> str:
         """What the screen showed up to and with `pattern`, since the last call."""

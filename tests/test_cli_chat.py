@@ -182,13 +182,13 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(long_replay: Path) -> None:
 def test_ctrl_c_at_the_prompt_twice_leaves(replay: Path) -> None:
     with Terminal("chat", replay, "-n", "3", *GREEDY) as terminal:
         terminal.expect(r"\n> $")
-        terminal.send("\x03")
+        terminal.interrupt_prompt()
         terminal.expect(r"Ctrl-C again or /quit leaves(.|\n|\r)*\n> $")
         terminal.send("hello\n")  # a line between the two starts the count anew
         terminal.expect(r"answer 3 tokens(.|\n|\r)*\n> $")
-        terminal.send("\x03")
+        terminal.interrupt_prompt()
         terminal.expect(r"Ctrl-C again or /quit leaves(.|\n|\r)*\n> $")
-        terminal.send("\x03")
+        terminal.interrupt_prompt()
         assert terminal.exit_code() == 0
         assert "Traceback" not in terminal.rest
 
