@@ -14,6 +14,7 @@ import pytest
 
 from cli_tools import assert_error, flashmoe
 from flashmoe_gguf import disk_sample
+from flashmoe_gguf.devices import Device
 from flashmoe_gguf.disk import Bandwidth
 from flashmoe_gguf.doctor import Finding, System, drive, examine, machine, software
 from flashmoe_gguf.errors import DiskError, LibraryError
@@ -33,6 +34,7 @@ NAMES = (
     "load",
     "versions",
     "libraries",
+    "devices",
 )
 
 
@@ -304,6 +306,33 @@ def test_libraries_that_do_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "policy_names", broken)
     found = software.check_libraries()
     assert (found.state, found.value, found.advice) == ("hurts", "it does not load", "reinstall")
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Device("CUDA0", "a GPU", "CUDA", 6 * GIB, 8 * GIB)
+
+    def found(devices: list[Device], backends: list[str]) -> Finding:
+        monkeypatch.setattr(software, "list_devices", lambda llama_cpp: devices)
+        monkeypatch.setattr(software, "device_backends", lambda llama_cpp: backends)
+        return software.check_devices()
+
+    assert found([gpu], ["CUDA"]).value == "CUDA0 (a GPU, 6 GiB free)"
+    json.dumps(found([gpu], ["CUDA"]).data)
+    silent = found([], ["CUDA"])
+    assert silent.state == "note" and "CUDA" in silent.value and "driver" in silent.advice
+    assert found([], []) == Finding(
+        "devices",
+        "good",
+        "none: llama.cpp was built for the processor only",
+        "",
+        {"backends": [], "devices": []},
+    )
+
+    def broken() -> object:
+        raise LibraryError("it does not load", "reinstall")
+
+    monkeypatch.setattr(software, "load_llama_cpp", broken)
+    assert software.check_devices().value == "not known: the libraries do not load"
 
 
 @pytest.mark.usefixtures("small_sample")

@@ -1,21 +1,24 @@
-"""Our own libraries and those that they rely on."""
+"""Our own libraries and those that they rely on, and the devices that they find."""
 
 from __future__ import annotations
 
 import json
 import platform
+from dataclasses import asdict
 from importlib import metadata
 
+from flashmoe_gguf.budget import format_size
+from flashmoe_gguf.devices import Device, device_backends, list_devices
 from flashmoe_gguf.doctor.finding import Finding
 from flashmoe_gguf.errors import FlashMoEError
-from flashmoe_gguf.libs import library_dir
+from flashmoe_gguf.libs import library_dir, load_llama_cpp
 
 _PACKAGES = ("flashmoe-gguf", "llama-cpp-python", "gguf", "numpy", "cffi")
 
 
 def check_software() -> list[Finding]:
-    """Versions, and whether the libraries load together."""
-    return [check_versions(), check_libraries()]
+    """Versions, whether the libraries load together, and what `--ngl` could use."""
+    return [check_versions(), check_libraries(), check_devices()]
 
 
 def check_versions() -> Finding:
@@ -45,6 +48,29 @@ def check_libraries() -> Finding:
         return Finding("libraries", "hurts", error.message, error.hint)
     value = f"llama.cpp with its patches and the expert cache load; policies {', '.join(policies)}"
     return Finding("libraries", "good", value, "", {"policies": policies})
+
+
+def check_devices() -> Finding:
+    """What llama.cpp can put layers on beside the processor."""
+    try:
+        llama_cpp = load_llama_cpp()
+    except FlashMoEError:
+        return Finding("devices", "note", "not known: the libraries do not load")
+    found, backends = list_devices(llama_cpp), device_backends(llama_cpp)
+    data = {"backends": backends, "devices": [asdict(device) for device in found]}
+    if found:
+        return Finding("devices", "good", ", ".join(map(_described, found)), "", data)
+    if backends:
+        value = f"none, though llama.cpp was built with {', '.join(backends)}"
+        advice = "--ngl needs one: check the driver, and what hides devices from programs"
+        return Finding("devices", "note", value, advice, data)
+    value = "none: llama.cpp was built for the processor only"
+    return Finding("devices", "good", value, "", data)
+
+
+def _described(device: Device) -> str:
+    free = f", {format_size(device.free_bytes)} free" if device.total_bytes else ""
+    return f"{device.name} ({device.description}{free})"
 
 
 def _version(package: str) -> str | None:

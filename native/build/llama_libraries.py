@@ -40,6 +40,8 @@ _ENVIRONMENT = (
     *("ARCHFLAGS", "SDKROOT", "MACOSX_DEPLOYMENT_TARGET"),
 )
 
+_TOOLKIT_RPATH = Path(__file__).parent.parent / "cmake" / "toolkit_rpath.cmake"
+
 # After the user's CMAKE_ARGS, so that they win: what the package's layout relies on.
 # One file name per library (no .so.0 links): wheels cannot hold symbolic links.
 _FORCED = (
@@ -49,7 +51,7 @@ _FORCED = (
     f"-DCMAKE_INSTALL_RPATH={'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}",
     # Only adds folders outside the build, such as a backend's.
     "-DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON",
-    f"-DCMAKE_PROJECT_INCLUDE={Path(__file__).parent.parent / 'cmake' / 'toolkit_rpath.cmake'}",
+    f"-DCMAKE_PROJECT_INCLUDE={_TOOLKIT_RPATH}",
     "-DLLAMA_USE_SYSTEM_GGML=OFF",
     "-DLLAMA_OPENSSL=OFF",
     *(
@@ -103,7 +105,8 @@ def build(inputs: Inputs) -> None:
     patches_hash = archives.patches_sha256(inputs.patches)
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     flags_key = _key(
-        _RECIPE, pin.sha256, inputs.flags, inputs.compiler_ids, inputs.generator[0], environment
+        *(_RECIPE, pin.sha256, inputs.flags, _TOOLKIT_RPATH.read_text("utf-8")),
+        *(inputs.compiler_ids, inputs.generator[0], environment),
     )
     stock_key = _key(flags_key, "stock")
     patched_key = _key(flags_key, patches_hash)
