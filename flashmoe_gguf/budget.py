@@ -40,7 +40,7 @@ def parse_size(text: str | int) -> int:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size <= 0:
-        raise OptionError(f"'{text}' is not an amount of memory", "for example 8G, 900M or auto")
+        raise OptionError(f"'{text}' is not an amount of memory", "for example 8G or 900M")
     return size
 
 
@@ -48,7 +48,10 @@ def parse_ram(ram: str | int | None) -> int | None:
     """Bytes as `parse_size` reads them; None for None and "auto": what this machine allows."""
     if ram is None or str(ram).strip().lower() == AUTO:
         return None
-    return parse_size(ram)
+    try:
+        return parse_size(ram)
+    except OptionError as error:
+        raise OptionError(error.message, f"{error.hint}, or auto") from None
 
 
 def format_size(size: float) -> str:

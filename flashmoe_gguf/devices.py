@@ -15,8 +15,8 @@ from flashmoe_gguf.errors import OptionError
 
 # ggml-backend.h, enum ggml_backend_dev_type
 _GPU, _INTEGRATED = 1, 2
-# Backends whose devices are no GPUs.
-_NO_DEVICES = frozenset({"CPU", "BLAS", "ZenDNN", "AMX"})
+# Of ggml's libraries, those that bring no devices beside the processor.
+_NO_DEVICES = frozenset({"", "base", "cpu", "blas", "zendnn"})
 _METAL = "MTL"
 
 # llama.cpp, common/common.h: LLM_FFN_EXPS_REGEX, what --cpu-moe keeps on the processor's side.
@@ -103,7 +103,9 @@ def _describe(lib: Any, handle: int) -> tuple[int, bytes | None, Device]:
     get_props = _function(lib, "ggml_backend_dev_get_props", None, ctypes.c_void_p, ctypes.c_void_p)
     get_props(handle, ctypes.byref(p))
     get_reg = _function(lib, "ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)
-    backend = _reg_name(lib, get_reg(handle))
+    get_name = _function(lib, "ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
+    name = (get_name(get_reg(handle)) or b"").decode("utf-8", "replace")
+    backend = name.partition("[")[0]
     return (
         p.type,
         p.device_id,
@@ -119,18 +121,13 @@ def _describe(lib: Any, handle: int) -> tuple[int, bytes | None, Device]:
 
 
 def device_backends(llama_cpp: Any) -> list[str]:
-    """The backends for devices that the libraries were built with.
+    """The backends for devices that the libraries were built with, such as "CUDA".
 
-    Vulkan's is not registered at all where there is no driver; its library is there all the same.
+    By their files, as ggml does not register each of them where there is no driver.
     """
-    lib = llama_cpp.llama_cpp._lib
-    count = _function(lib, "ggml_backend_reg_count", ctypes.c_size_t)
-    get = _function(lib, "ggml_backend_reg_get", ctypes.c_void_p, ctypes.c_size_t)
-    names = [_reg_name(lib, get(i)) for i in range(count())]
-    found = [name for name in names if name not in _NO_DEVICES]
-    if not found and list(Path(llama_cpp.llama_cpp._base_path).glob("libggml-vulkan.*")):
-        found = ["Vulkan"]
-    return found
+    files = Path(llama_cpp.llama_cpp._base_path).glob("libggml*")
+    names = {file.name.partition(".")[0].removeprefix("libggml").lstrip("-") for file in files}
+    return sorted(name.upper() for name in names - _NO_DEVICES)
 
 
 def need_device(llama_cpp: Any) -> list[Device]:
@@ -163,11 +160,6 @@ def keep_experts_on_host(llama_cpp: Any, params: Any) -> None:
         get = _function(llama_cpp.llama_cpp._lib, "ggml_backend_cpu_buffer_type", ctypes.c_void_p)
         _overrides.append((_Override * 2)(_Override(EXPERT_PATTERN.encode(), get()), _Override()))
     params.tensor_buft_overrides = ctypes.addressof(_overrides[0])
-
-
-def _reg_name(lib: Any, handle: int) -> str:
-    name = _function(lib, "ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)(handle)
-    return (name or b"").decode("utf-8", "replace").partition("[")[0]
 
 
 def _function(lib: Any, name: str, result: Any, *arguments: Any) -> Any:

@@ -272,7 +272,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
         return running.n_tokens * min(done, 1.0), running.n_tokens
 
     def _operations(self) -> int:
-        return self._experts.native.operations() if self._experts is not None else 0
+        experts = self._experts  # another thread may close the model meanwhile
+        return experts.native.operations() if experts is not None else 0
 
     def _count_operations(self, n_tokens: int) -> int:
         """Expert matmuls that evaluating so many tokens takes: one per part, layer and ubatch."""
@@ -375,11 +376,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
 
     def stats(self) -> Stats | None:
         """The cache's counters; None when the model is not streamed."""
-        return self._experts.stats() if self._experts is not None else None
+        experts = self._experts  # another thread may close the model meanwhile
+        return experts.stats() if experts is not None else None
 
     def expert_use(self) -> list[ExpertUse]:
         """Counters and use of experts per layer; empty when the model is not streamed."""
-        return self._experts.use() if self._experts is not None else []
+        experts = self._experts  # another thread may close the model meanwhile
+        return experts.use() if experts is not None else []
 
     @property
     def recorded_tokens(self) -> int:

@@ -46,6 +46,15 @@ class Curves:
     n_tokens: int
 
 
+def slots_for_share(n_expert: npt.NDArray[np.int32], share: float) -> npt.NDArray[np.int32]:
+    """Slots per group for a share (0 to 1) of its experts: to the nearest, halves up, at least one.
+
+    n_expert [n_groups]; the same shape comes back.
+    """
+    slots: npt.NDArray[np.int32] = np.clip(np.floor(share * n_expert + 0.5), 1, n_expert)
+    return slots.astype(np.int32)
+
+
 def known_curves(fingerprint: str, n_expert: npt.NDArray[np.int32]) -> Curves | None:
     """From the routing kept of this model's last tokens; None where too little is known.
 
@@ -70,7 +79,7 @@ def measure_curves(trace: Trace, policy: str = POLICY) -> Curves:
     trust = counted / (counted + ALIKE_TOKENS)
     points = [(np.zeros_like(n_expert), used)]
     for share in SHARES:
-        slots = np.clip(np.floor(share * n_expert + 0.5), 1, n_expert).astype(np.int32)
+        slots = slots_for_share(n_expert, share)
         counts = simulate(policy, trace.experts, trace.seq[:-1], n_expert, slots, count_from=warm)
         missed = (counts.lookups - counts.hits) / max(counted, 1)
         all_alike = used * np.mean(missed[routed] / used[routed]) if routed.any() else missed

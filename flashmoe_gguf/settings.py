@@ -63,6 +63,8 @@ class StreamSettings:
                 ("policy", AUTO),
             )
             if getattr(self, name) == unset
+            # a file of weights is for the policy that learned them, not for the fastest
+            and not (name == "policy" and self.policy_file is not None)
         )
         changes = {name: getattr(found, name) for name in open_fields}
         return replace(self, **changes), tuning_words(found, open_fields)

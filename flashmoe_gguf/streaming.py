@@ -278,6 +278,8 @@ class ExpertStream:
         error = self.native.take_error()
         if error is None:
             return
+        if error.no_memory:
+            raise FlashMoEError("there was no memory to compute with", "give a smaller --ram")
         if error.layer < 0:
             raise FlashMoEError("an operation asked for experts that are not part of the model")
         raise ExpertReadError(

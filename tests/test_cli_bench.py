@@ -124,8 +124,8 @@ def test_the_real_thing(v1: V1, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     few = rows["policy=lru,slots=2"]
     assert few["peak_bytes"] <= few["limit_bytes"] == 256 << 20
     assert (few["policy"], few["n_slots"], few["layout"]) == ("lru", 2, "in place")
-    # with as many slots as a token uses experts, no policy has a choice
-    assert few["belady_miss_bytes"] == few["missed_bytes"] / 8
+    # lru caches all that a token uses; turning some away saves reads
+    assert 0 < few["belady_miss_bytes"] < few["missed_bytes"] / 8
     assert (
         few["efficiency"] > 0
         and few["roofline_tok_s"] > 0
@@ -302,7 +302,9 @@ def test_models_and_files_that_do_not_fit(
         (["m.gguf", "--ram", "8G", "--sweep", "4"], "Give a memory limit"),
         (["m.gguf", "--ram", "8G", "--shape", "n_layer=2"], "--shape needs --synthetic custom"),
         (["m.gguf", "--sweep", "4", "--slots", "2"], "--slots and --sweep exclude"),
+        (["m.gguf", "--ram", "8G", "--packed", "p.gguf"], "--packed needs --arm layout=packed"),
         (["m.gguf", "--ram", "much"], "'much' is not an amount of memory"),
+        (["m.gguf", "--ram", "auto"], "hint: for example 8G or 900M\n"),
         (["m.gguf", "--ram", "8G", "--arms", "stock,fast"], "there is no arm 'fast'"),
         (["m.gguf", "--ram", "8G", "--arm", "x=1"], "'x=1' is no setting of an arm"),
         (["m.gguf", "--ram", "8G", "--ctx", "100"], "64 + 0 + 512 tokens do not fit"),

@@ -188,7 +188,11 @@ def test_a_dense_model(tmp_path: Path) -> None:
         (("folder/gpt-6",), "folder/gpt-6: no such file", ""),
         (("none.gguf",), "none.gguf: no such file", ""),
         (("gpt-oss-120b", "--ram", "3G"), "gpt-oss-120b needs about 3.", "--flash-attn"),
-        (("gpt-oss-20b", "--ram", "lots"), "'lots' is not an amount of memory", "8G, 900M or auto"),
+        (
+            ("gpt-oss-20b", "--ram", "lots"),
+            "'lots' is not an amount of memory",
+            "900M, or auto",
+        ),
     ],
 )
 def test_what_it_refuses(arguments: tuple[str, ...], message: str, hint: str) -> None:
@@ -236,6 +240,13 @@ def test_a_trace_of_one_s_own_replaces_the_reference_curves(replay: Path, tmp_pa
     assert data["hit_rate_source"] == "trace"
     rate = data["hit_rate"]
     assert rate["low"] == rate["expected"] == rate["high"] > 0.98  # 13 slots hold the eight
+    with np.load(trace) as file:
+        arrays = dict(file)
+    prompt = np.random.default_rng(1).permuted(np.tile(np.arange(32), (400, 24, 1)), axis=2)
+    arrays["phase"] = np.repeat(np.array([0, 1], np.uint8), 400)
+    arrays["experts"] = np.concatenate([prompt[:, :, :4].astype(np.uint16), arrays["experts"]])
+    np.savez(trace, **arrays)
+    assert json.loads(flashmoe("plan", replay, *arguments, "--json").stdout) == data  # answers only
     few = data["ladder"][0]  # 4 to 5 slots of them
     assert 0.4 < few["hit_rate"]["expected"] < 0.7
     assert [step["hit_rate"]["expected"] for step in data["ladder"]] == sorted(

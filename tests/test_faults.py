@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import scenarios
-from flashmoe_gguf import ExpertReadError, Llama
+from flashmoe_gguf import ExpertReadError, FlashMoEError, Llama
+from flashmoe_gguf._native import LatchedError
 from flashmoe_gguf.store import read_geometry
 
 PROMPT = list(range(3, 40))
@@ -42,6 +43,15 @@ def names_a_part(error: ExpertReadError, model: Path) -> bool:
         for group in geometry.groups
         for part in group.parts
     )
+
+
+def test_no_memory_is_called_that(tiny_model: Callable[[str], Path]) -> None:
+    llm = load(tiny_model("qwen3moe"))
+    nothing_known = LatchedError(-1, -1, -1, "", 0, corrupt=False, no_memory=True, count=1)
+    llm._experts.native.take_error = lambda: nothing_known
+    with pytest.raises(FlashMoEError, match="no memory to compute with"):
+        llm.eval([1])
+    llm.close()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, 0])

@@ -200,14 +200,15 @@ class TestWithoutADevice:
         with pytest.raises(OptionError, match="built with CUDA, which finds none"):
             devices.need_device(llama_cpp)
 
-    def test_vulkan_without_a_driver_is_named(self, tmp_path: Path) -> None:
-        """Its library is there, and does not register."""
-        from flashmoe_gguf.llama import llama_cpp
-
+    def test_backends_are_named_without_a_driver(self, tmp_path: Path) -> None:
+        """Their libraries are there, though ggml may not register them."""
+        for name in ("libggml.so", "libggml-base.so", "libggml-cpu.so", "libllama.so"):
+            (tmp_path / name).touch()
+        libraries = SimpleNamespace(llama_cpp=SimpleNamespace(_base_path=tmp_path))
+        assert device_backends(libraries) == []
         (tmp_path / "libggml-vulkan.so").touch()
-        libraries = SimpleNamespace(_lib=llama_cpp.llama_cpp._lib, _base_path=tmp_path)
-        found = device_backends(SimpleNamespace(llama_cpp=libraries))
-        assert found == (device_backends(llama_cpp) or ["Vulkan"])
+        (tmp_path / "libggml-cuda.so").touch()
+        assert device_backends(libraries) == ["CUDA", "VULKAN"]
 
 
 @pytest.mark.parametrize(("given", "on"), [(None, False), (False, False), (True, True)])

@@ -368,10 +368,11 @@ def test_a_source_that_changes_while_it_is_packed(source: Path, tmp_path: Path) 
     assert not (tmp_path / "p.gguf").exists()
 
 
-def test_two_at_once(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_two_at_once(in_place: bool, source: Path, tmp_path: Path) -> None:
     def second(done: int, _total: int) -> None:
         if done:
-            pack_model(source, tmp_path / "p.gguf")
+            pack_model(source, tmp_path / "p.gguf", in_place=in_place)
 
     refused(
         "another process is writing this file",

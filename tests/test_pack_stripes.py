@@ -15,6 +15,8 @@ import pytest
 
 import tiny_models
 from cli_tools import assert_error, flashmoe
+from flashmoe_gguf.budget import format_size
+from flashmoe_gguf.cli.plan_text import plan_rows
 from flashmoe_gguf.errors import FlashMoEError, ModelFileError, PackError
 from flashmoe_gguf.pack import open_packed, pack_model, unpack_model, verify_model
 from flashmoe_gguf.store import read_geometry
@@ -377,6 +379,11 @@ def test_command_line(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None
     data = json.loads(flashmoe("pack", source, "-o", out, *options, "--json").stdout)
     assert (data["already_there"], data["stripes"]) == (True, stripes)
     assert json.loads(flashmoe("verify", out, "--json").stdout)["ok"]
+    geometry, size = read_geometry(out), sum(os.path.getsize(p) for p in [out, *stripes])
+    [(_, what), *_] = plan_rows(
+        geometry, streamed=True, plan=None, budgeted=False, stats=None, settings=""
+    )
+    assert format_size(size) in what
     result = flashmoe("inspect", out)
     rows = [line.split(maxsplit=1) for line in result.stdout.splitlines() if line]
     assert [row[1] for row in rows if row[0] == "stripe"] == stripes

@@ -212,23 +212,21 @@ def test_more_hits_are_never_slower(hits: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ram", "measured", "hits"), [(1_700_000_000, 16.4, 0.766), (2_200_000_000, 22.8, 0.877)]
+    ("ram", "measured", "hits"), [(1_700_000_000, 15.7, 0.792), (2_200_000_000, 20.2, 0.892)]
 )
 def test_predictions_against_what_was_measured(
     replay: Subject, ram: int, measured: float, hits: float
 ) -> None:
-    """docs/BENCHMARKS.md: 39.2 tok/s all in RAM; the drive gave 1.3 to 2.4 GB/s, and while 40 % of
-    the file were allowed, busy nearly all the time, 2.0.
-    """
+    """docs/BENCHMARKS.md, the first tables: 34.6 tok/s all in RAM, a drive of 2.7 GB/s."""
     weights = replay.sizes.dense_bytes - replay.embedding_bytes + replay.token_bytes
     run = RunSizes(n_ctx=1024, n_ubatch=128, n_threads=2)
-    machine = Machine(2.2e9, 39.2 * weights)
+    machine = Machine(2.7e9, 34.6 * weights)
     # as any model with this routing would be judged, and as one whose routing is known
-    for subject, margin in ((replay, 0.2), (replace(replay, architecture="gpt-oss"), 0.08)):
+    for subject, margin in ((replay, 0.05), (replace(replay, architecture="gpt-oss"), 0.16)):
         forecast = make_forecast(subject, run, ram, machine)
         assert forecast.speed is not None
         assert forecast.speed.expected == pytest.approx(measured, rel=margin)
-        assert forecast.hit_rate.expected == pytest.approx(hits, abs=0.05)
+        assert forecast.hit_rate.expected == pytest.approx(hits, abs=0.07)
         assert forecast.speed.low < measured < 1.06 * forecast.speed.high
 
 

@@ -23,6 +23,7 @@ from flashmoe_gguf.quotas import (
     measure_curves,
     order_by_curves,
     planned,
+    slots_for_share,
 )
 from flashmoe_gguf.store import read_geometry
 from flashmoe_gguf.trace import NO_EXPERT, Trace
@@ -84,6 +85,13 @@ def test_the_hull_lies_below_every_point() -> None:
     xs, ys = [0, 2, 4, 6, 8], [8.0, 7.0, 2.0, 2.5, 0.0]
     hull = _lower_hull(xs, ys)
     assert hull == ([0, 4, 8], [8.0, 2.0, 0.0])
+
+
+def test_a_share_is_rounded_to_the_nearest_and_up_from_the_middle() -> None:
+    n_expert = np.array([50, 20, 8, 8], np.int32)
+    assert slots_for_share(n_expert, 0.25).tolist() == [13, 5, 2, 2]
+    assert slots_for_share(n_expert, 0.125).tolist() == [6, 3, 1, 1]
+    assert slots_for_share(n_expert, 0.001).tolist() == [1, 1, 1, 1]
 
 
 def test_slots_go_where_they_save_most() -> None:

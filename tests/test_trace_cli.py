@@ -113,7 +113,10 @@ def test_imported_routes(tmp_path: Path) -> None:
         (["m.gguf", "--import", "a", "-o", "t"], "--import takes no MODEL"),
         (["m.gguf", "--text", "a", "-o", "t", "--field", "b"], "need --prompts"),
         (["m.gguf", "--text", "a", "-o", "t", "--n-expert", "4"], "--n-expert needs --import"),
-        (["m.gguf", "--text", "a", "-o", "t", "--no-stream"], "--no-stream records nothing"),
+        (["m.gguf", "--text", "a", "-o", "t", "--no-stream"], "No such option '--no-stream'"),
+        (["m.gguf", "--text", "a", "-o", "t", "-s", "1"], "--seed means nothing with --text."),
+        (["--import", "a", "-o", "t", "--ram", "8G"], "--ram means nothing with --import."),
+        (["--import", "a", "-o", "t", "--probs"], "--probs means nothing with --import."),
         (["m.gguf", "--text", "a", "-o", ""], "the path is empty"),
     ],
 )

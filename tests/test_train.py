@@ -20,7 +20,7 @@ from flashmoe_gguf.errors import OptionError, TraceError
 from flashmoe_gguf.policy.flashmoe import MAX_AGE, N_SHARES, Flashmoe
 from flashmoe_gguf.policy_weights import load_weights
 from flashmoe_gguf.trace import NO_EXPERT, Trace, write_trace
-from flashmoe_gguf.train.compare import compare, slots
+from flashmoe_gguf.train.compare import compare
 from flashmoe_gguf.train.file import PolicyFile, write_policy_file
 from flashmoe_gguf.train.training import (
     Split,
@@ -245,10 +245,6 @@ def test_traces_are_joined() -> None:
         join([TRACE, make_trace(n_expert=17)])
     with pytest.raises(TraceError, match="different models"):
         join([TRACE, replace(TRACE, fingerprint="def")])
-
-
-def test_slots() -> None:
-    assert slots(np.array([32, 30, 3], np.int32), 0.125).tolist() == [4, 4, 1]
 
 
 FILE = PolicyFile(

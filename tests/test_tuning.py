@@ -223,6 +223,8 @@ def test_what_the_user_says_comes_first() -> None:
     some, words = StreamSettings(policy="lru", n_workers=3).tuned(kept)
     assert (some.policy, some.n_workers, some.request_bytes) == ("lru", 3, 512 << 10)
     assert words == "512 KiB a read, lookahead off"
+    trained, _ = StreamSettings(policy_file="of the learned policy").tuned(kept)
+    assert (trained.policy, trained.n_workers) == ("auto", 2)
     none, words = StreamSettings().tuned(None)
     assert (none.n_workers, none.request_bytes) == (tuning.N_WORKERS, tuning.REQUEST_BYTES)
     assert words == "" == tuning_words(DEFAULTS)

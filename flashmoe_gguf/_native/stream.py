@@ -27,7 +27,7 @@ _CORRUPT = 5
 @dataclass(frozen=True)
 class LatchedError:
     """The first failed load since it was last asked for. -1: not known. `errno` 0: short read, or
-    `corrupt`: the bytes do not match their checksum.
+    `corrupt`: the bytes do not match their checksum, or `no_memory`: nothing was read.
     """
 
     file: int
@@ -36,6 +36,7 @@ class LatchedError:
     tensor: str
     errno: int
     corrupt: bool
+    no_memory: bool
     count: int
 
 
@@ -232,9 +233,7 @@ class NativeStream:
         ids = np.empty((n_tokens, n_groups, k), np.uint16)
         hits = np.empty(n_tokens, np.uint32)
         buffer = self._ffi.from_buffer
-        with self._closing:
-            if self._stream == self._ffi.NULL:
-                raise FlashMoEError("the model is closed")
+        with self._alive():
             n = self._lib.fm_window_read(
                 self._stream, buffer("uint16_t[]", ids), buffer("uint32_t[]", hits)
             )
@@ -280,9 +279,7 @@ class NativeStream:
     def group_counts(self, group: int) -> GroupCounts:
         """The counters of one group; may be asked by any thread, also while closing."""
         stats = self._ffi.new("struct fm_group_stats *")
-        with self._closing:
-            if self._stream == self._ffi.NULL:
-                raise FlashMoEError("the model is closed")
+        with self._alive():
             self._check(self._lib.fm_stream_group_stats(self._stream, group, stats))
         return GroupCounts(
             layer=stats.layer,
@@ -302,9 +299,7 @@ class NativeStream:
         many tokens have used each since the start. Any thread may ask, also while closing.
         """
         resident, uses = np.zeros(n_expert, np.uint8), np.zeros(n_expert, np.uint64)
-        with self._closing:
-            if self._stream == self._ffi.NULL:
-                raise FlashMoEError("the model is closed")
+        with self._alive():
             self._check(
                 self._lib.fm_stream_experts(
                     self._stream,
@@ -374,6 +369,7 @@ class NativeStream:
             tensor=self._ffi.string(error.tensor).decode("utf-8", "replace"),
             errno=error.sys_errno,
             corrupt=error.status == _CORRUPT,
+            no_memory=error.status == _NO_MEMORY,
             count=error.count,
         )
 

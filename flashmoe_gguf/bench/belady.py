@@ -1,4 +1,6 @@
-"""The least that any cache of so many slots must read: Belady's misses on a recorded routing."""
+"""The least that any cache of so many slots must read: Belady's misses on a recorded routing, where
+an expert that is needed late enough is not cached at all.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,11 @@ from flashmoe_gguf.trace import NO_EXPERT, Trace
 def belady_misses(
     experts: npt.NDArray[np.integer[Any]], n_slots: int, first: int = 0, last: int | None = None
 ) -> int:
-    """Misses of tokens [first, last) in one layer with `n_slots` slots, evicting what is used
-    farthest in the future (Belady 1966).
+    """Misses of tokens [first, last) in one layer with `n_slots` slots, of all that are there or
+    come keeping those used soonest (Belady 1966, with bypass).
 
     experts [n_tokens, k]: what each token uses, NO_EXPERT where fewer. The cache starts empty at
-    token 0. A token's experts all stay for the next token where a token's find room; with fewer
-    slots than that, the ones used soonest do.
+    token 0. A missing expert need not be cached, as with policies that turn experts away.
     """
     n_tokens = len(experts)
     known = experts[experts != NO_EXPERT]
@@ -36,7 +37,7 @@ def belady_misses(
             np.zeros(1, np.int64),
             n_expert,
             slots,
-            bypass=n_slots < experts.shape[1],
+            bypass=True,
             count_from=at,
         )
         return int((counts.lookups - counts.hits).sum())

@@ -1,6 +1,6 @@
 """A conversation: history, what is dropped when the context is full, and turns that can fail.
 
-The command line and the server are written on top of it.
+`flashmoe chat` is written on top of it.
 """
 
 from __future__ import annotations

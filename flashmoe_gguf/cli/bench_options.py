@@ -116,6 +116,8 @@ class BenchOptions:
             raise click.UsageError("--shape needs --synthetic custom.")
         if self.slots is not None and self.sweep is not None:
             raise click.UsageError("--slots and --sweep exclude each other.")
+        if self.packed is not None and not any(arm.packed for arm in self.named_arms):
+            raise click.UsageError("--packed needs --arm layout=packed.")
         _ = self.n_ctx, self.named_arms, self.arm_names, self.limit_bytes  # may raise OptionError
 
 

@@ -73,23 +73,25 @@ class Finite(click.FloatRange):
         return number
 
 
-def ngl_option(command: F) -> F:
-    """`--ngl`; the command gets `ngl: int | str`."""
+def _parse_ngl(_ctx: click.Context, _param: click.Parameter, value: str) -> int | str:
+    try:
+        return parse_gpu_layers(value)
+    except OptionError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _ngl_option(auto: str) -> Callable[[F], F]:
     return click.option(
         "--ngl",
         metavar="N",
         default="0",
         callback=_parse_ngl,
         help="Layers whose dense weights and KV cache go to the GPU, as llama.cpp counts them; -1: "
-        "all; auto: as many as fit. Experts stay on the processor's side.",
-    )(command)
+        f"all{auto}. Experts stay on the processor's side.",
+    )
 
 
-def _parse_ngl(_ctx: click.Context, _param: click.Parameter, value: str) -> int | str:
-    try:
-        return parse_gpu_layers(value)
-    except OptionError as error:
-        raise click.BadParameter(str(error)) from None
+ngl_option = _ngl_option("; auto: as many as fit")  # the command gets `ngl: int | str`
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def load_options(command: F) -> F:
         metavar="FILE",
         help="Record which experts every token uses, as `flashmoe trace` does.",
     )
-    return load_options_without_trace(option(command), model_required=True)
+    return load_options_without_trace(option(_NO_STREAM(command)), model_required=True)
 
 
 def load_options_of_many(command: F) -> F:
@@ -151,7 +153,9 @@ def load_options_of_many(command: F) -> F:
 
 
 def load_options_without_trace(command: F, *, model_required: bool, many: bool = False) -> F:
-    """The same for a command that has its own option for it; no MODEL: `load.model` is empty."""
+    """The same for a command that always streams and has its own option for a trace, or none; no
+    MODEL: `load.model` is empty.
+    """
     one = click.argument("model", type=FilePath(), required=model_required)
     for option in reversed(
         (
@@ -179,8 +183,8 @@ def load_options_without_trace(command: F, *, model_required: bool, many: bool =
                 metavar="N",
                 help="Prompt tokens computed at once: more means fewer passes over the experts "
                 "and more memory.",
-                show_default=f"{DEFAULT_BATCH}, or more where reading would take longer than "
-                "computing",
+                show_default=str(DEFAULT_BATCH)
+                + ("" if many else ", or more where reading would take longer than computing"),
             ),
             click.option(
                 "--flash-attn",
@@ -189,9 +193,8 @@ def load_options_without_trace(command: F, *, model_required: bool, many: bool =
                 "Results equal those of llama.cpp with flash attention, whose last bits differ "
                 "from those without.",
             ),
-            ngl_option,
+            _ngl_option("") if many else ngl_option,
             *STREAM_OPTIONS,
-            *([] if many else [_NO_STREAM]),
             click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log as well."),
         )
     ):

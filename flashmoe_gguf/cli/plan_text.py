@@ -29,7 +29,7 @@ def plan_rows(
     `streamed` is what was asked for; `plan` and `stats` are None for a model without experts.
     `budgeted` False: the number of slots was given, and no budget is obeyed.
     """
-    size = sum(shard.size_bytes for shard in geometry.header.shards)
+    size = sum(file.size_bytes for file in geometry.files)
     name = shown(geometry.header.path.name)
     what = f"{name}, {shown(geometry.architecture)}, {format_size(size)}"
     rows = [("model", what + _experts_text(geometry))]
@@ -41,7 +41,9 @@ def plan_rows(
                 "memory",
                 f"{budget}{format_size(plan.total_bytes)} planned: "
                 f"dense {format_size(fixed.dense)}, context {format_size(fixed.context)}, "
-                f"ring {format_size(fixed.ring)}, process {format_size(fixed.process)}, "
+                f"ring {format_size(fixed.ring)}, "
+                + (f"policy {format_size(fixed.policy)}, " if fixed.policy else "")
+                + f"process {format_size(fixed.process)}, "
                 f"reserve {format_size(fixed.reserve)}, experts {format_size(plan.slot_bytes)}",
             ),
             (

@@ -62,7 +62,7 @@ _PACKAGES = (
     metavar="FILE",
     envvar="CONFIG_FILE",
     help="llama_cpp.server's config file, JSON or YAML; a model in it may also have ram, n_slots, "
-    "policy, lookahead, io, verify, repeatable and stream.",
+    "policy, policy_file, learn, forget, lookahead, io, verify, repeatable and stream.",
     show_envvar=True,
 )
 @click.option(

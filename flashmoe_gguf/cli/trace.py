@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from flashmoe_gguf.chat import ChatSession, Completion, Sampling
 from flashmoe_gguf.cli.interrupts import interrupt_flag
@@ -142,8 +143,10 @@ def trace(
         raise click.UsageError("--field, --limit and --raw need --prompts.")
     if imported is None and n_expert is not None:
         raise click.UsageError("--n-expert needs --import.")
-    if not load.stream:
-        raise click.UsageError("--no-stream records nothing: experts do not come through a cache.")
+    if imported is not None:
+        _refuse_all_but({"imported", "out", "n_expert"}, "--import")
+    if text is not None:
+        _refuse({"temp", "seed"}, "--text")
     target = Path(out)
     check_target(target)
     if imported is not None:
@@ -162,6 +165,21 @@ def trace(
             raise KeyboardInterrupt
     for line in format_rows(trace_rows(target, read_trace(target))):
         click.echo(line)
+
+
+def _refuse_all_but(names: set[str], with_what: str) -> None:
+    params = click.get_current_context().command.params
+    _refuse({str(param.name) for param in params} - names, with_what)
+
+
+def _refuse(names: set[str], with_what: str) -> None:
+    """Raises UsageError when one of these options was given, which would change nothing."""
+    context = click.get_current_context()
+    for param in context.command.params:
+        given = context.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+        if param.name in names and given:
+            option = max(param.opts, key=len)
+            raise click.UsageError(f"{option} means nothing with {with_what}.")
 
 
 def trace_rows(path: Path, recorded: Trace) -> Rows:

@@ -31,7 +31,6 @@ class Shape:
 
     n_layers: int
     n_embd: int
-    n_ff: int
     n_heads: int
     n_kv_heads: int
     rope_base: float
@@ -58,7 +57,6 @@ class DenseModel:
         self.shape = Shape(
             n_layers=int(self.field("llama.block_count")),
             n_embd=int(self.field("llama.embedding_length")),
-            n_ff=int(self.field("llama.feed_forward_length")),
             n_heads=int(self.field("llama.attention.head_count")),
             n_kv_heads=int(self.field("llama.attention.head_count_kv")),
             rope_base=float(self.field("llama.rope.freq_base")),

@@ -47,7 +47,6 @@ def pack_in_place(
         packed = PackedFile(partial_path(out), source, plan_layout(source))
         paths = [shard.path for shard in source.shards]
         _check_originals(paths)
-        _drop_begun_otherwise(out)
     else:
         named = out if not partial_path(out).exists() else partial_path(out)
         packed = open_packed(named)
@@ -62,16 +61,25 @@ def pack_in_place(
             total = sum(s.source_bytes for s in plan_steps(packed.layout))
             _delete_originals(packed, paths, out)
             return packed, total
-    resumed = _copy(packed, paths, out, progress)
+    resumed = _copy(packed, paths, out, progress, begin=source is not None)
     _delete_originals(packed, paths, out)
     return packed, resumed
 
 
-def _copy(packed: PackedFile, paths: Sequence[Path], out: Path, progress: Progress | None) -> int:
+def _copy(
+    packed: PackedFile,
+    paths: Sequence[Path],
+    out: Path,
+    progress: Progress | None,
+    *,
+    begin: bool,
+) -> int:
     source, layout = packed.source, packed.layout
     digest = xxhash.xxh3_128_hexdigest(layout.header)
-    partial = PartialFile(out, layout)
+    partial = PartialFile(out, layout)  # nobody else writes it from here on
     try:
+        if begin:  # what was begun otherwise holds nothing that is not in the original
+            partial.clear()
         steps = plan_steps(layout)
         _require_space(partial, packed, steps, paths, out)
         partial.take_up(Task(source.fingerprint, digest, True, ()))
@@ -103,13 +111,6 @@ def _check_originals(paths: Sequence[Path]) -> None:
                 "pack without --in-place, or make a copy first",
             )
         os.close(open_source(path, os.O_RDWR))
-
-
-def _drop_begun_otherwise(out: Path) -> None:
-    """A partial file without an in-place journal holds nothing that is not in the original."""
-    with writing(partial_path(out)):
-        journal_path(out).unlink(missing_ok=True)
-        partial_path(out).unlink(missing_ok=True)
 
 
 def _check_rest(packed: PackedFile, paths: Sequence[Path], pending: Sequence[Step]) -> None:

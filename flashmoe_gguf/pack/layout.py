@@ -154,7 +154,6 @@ class Layout:
     dense: tuple[DenseTensor, ...]
     groups: tuple[PackedGroup, ...]
     sums_offset: int
-    n_sums: int
     header_offsets: tuple[int, ...]
     gaps: tuple[GapTensor, ...]
     stripes: tuple[Stripe, ...] = ()
@@ -244,7 +243,6 @@ def plan_layout(source: Source, stripes: Sequence[str] = ()) -> Layout:
         ),
         groups=tuple(_moved(group, bases) for group in groups),
         sums_offset=base + sums,
-        n_sums=n_sums,
         header_offsets=tuple(base + offset for offset in headers),
         gaps=tuple(GapTensor(base + gap.offset, gap.spans) for gap in gaps),
         stripes=tuple(

@@ -87,10 +87,7 @@ class PartialFile:
             if WHOLE not in self.journal.done:
                 self._open_stripes()
             return
-        with writing(self.path):
-            # In this order: a journal must never speak of bytes that are gone.
-            journal_path(self._out).unlink(missing_ok=True)
-            sync_folder(self.path.parent)
+        self.clear()
         self._open_stripes()
         for path, fd, size in zip(self._paths, self._fds, self._sizes, strict=True):
             with writing(path):
@@ -100,6 +97,14 @@ class PartialFile:
         for path in self._paths[1:]:
             sync_folder(path.parent)
         self.journal = Journal.begin(journal_path(self._out), task)
+
+    def clear(self) -> None:
+        """Forgets what an earlier run has written into the packed file itself."""
+        with writing(self.path):
+            # In this order: a journal must never speak of bytes that are gone.
+            journal_path(self._out).unlink(missing_ok=True)
+            sync_folder(self.path.parent)
+            os.ftruncate(self._fds[0], 0)
 
     def _found(self, task: Task) -> Journal | None:
         """The journal that is there, if it and the files are of the same task."""

@@ -1,7 +1,7 @@
 """How often a cache hits, by how much of a layer's experts it holds: a miss curve per trace.
 
-Three published routing traces were replayed through decayed LFU (what `--policy auto` is), with a
-quarter and half of the experts cached. Each gives a curve through its two points,
+Three published routing traces were replayed through decayed LFU, with a quarter and half of the
+experts cached; the default policy hits a little more. Each gives a curve through its two points,
 miss(x) = (1 - x) exp(-b x^c) for the share x of the experts that is cached: 1 where nothing is, 0
 where all are. 1 - x is what random routing would miss; b and c are what real routing gains on it.
 

@@ -216,16 +216,17 @@ class Gate:
         )
 
     def stop(self) -> None:
-        """Nothing new is taken, and what waits is refused; what runs may go on."""
+        """Nothing new is taken, and what waits is refused; what runs may go on. From any thread."""
         self._stopping = True
-        for ticket in self._tickets:
+        for ticket in list(self._tickets):  # the event loop goes on adding and discarding
             if ticket is not self.running:
                 ticket.cancel(ApiError(503, _STOPPING, code="stopping"))
 
     def cancel_running(self) -> None:
         """Ends what runs, with an error that says why."""
-        if self.running is not None:
-            self.running.cancel(ApiError(503, _STOPPING, code="stopping"))
+        running = self.running
+        if running is not None:
+            running.cancel(ApiError(503, _STOPPING, code="stopping"))
 
 
 def _as_json(scope: Scope) -> Scope:

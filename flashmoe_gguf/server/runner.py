@@ -22,8 +22,6 @@ FINISH_SECONDS = 2.0
 _CANCEL_SECONDS = 1.0
 _END_SECONDS = 4.5
 
-_Handler = Callable[[int, FrameType | None], None]
-
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that is bound; raises OptionError where that is impossible."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from flashmoe_gguf._native import ForeignPolicy, LayerCounts, policy_names, simulate
 from flashmoe_gguf.errors import OptionError, TraceError
 from flashmoe_gguf.policy import SIMULATED, TRAINED, find_class
+from flashmoe_gguf.quotas import slots_for_share
 from flashmoe_gguf.store import Geometry
 from flashmoe_gguf.trace import Trace
 
@@ -27,13 +28,10 @@ class Size:
     number: int | None = None
 
     def slots(self, n_expert: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """[n_layers], at least one each. A share is rounded to the nearest, halves up."""
+        """[n_layers], at least one each."""
         if self.share is not None:
-            wanted = np.floor(self.share * n_expert + 0.5)
-        else:
-            wanted = np.full(n_expert.shape, self.number, np.float64)
-        slots: npt.NDArray[np.int32] = np.clip(wanted, 1, n_expert).astype(np.int32)
-        return slots
+            return slots_for_share(n_expert, self.share)
+        return np.clip(np.full_like(n_expert, self.number), 1, n_expert)
 
 
 @dataclass(frozen=True)

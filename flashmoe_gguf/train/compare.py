@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from flashmoe_gguf._native import policy_names, simulate
 from flashmoe_gguf.policy import TRAINED
+from flashmoe_gguf.quotas import slots_for_share
 from flashmoe_gguf.trace import Trace
 
 BEST = "belady"
@@ -28,12 +29,6 @@ class Result:
     hit_rate: float
     gap: float
     refetched: float
-
-
-def slots(n_expert: npt.NDArray[np.int32], size: float) -> npt.NDArray[np.int32]:
-    """Slots per layer for a share of its experts, at least one."""
-    counts: npt.NDArray[np.int32] = np.maximum(np.rint(n_expert * size), 1).astype(np.int32)
-    return counts
 
 
 def compare(
@@ -65,7 +60,7 @@ def compare(
                 trace.experts,
                 trace.seq[:-1],
                 trace.n_expert,
-                slots(trace.n_expert, size),
+                slots_for_share(trace.n_expert, size),
                 weights=learned,
             )
             lookups, evicted = max(counts.lookups.sum(), 1), max(counts.evicted.sum(), 1)

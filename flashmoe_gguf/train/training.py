@@ -11,8 +11,8 @@ import numpy.typing as npt
 from flashmoe_gguf._native import simulate
 from flashmoe_gguf.errors import OptionError, TraceError
 from flashmoe_gguf.policy.flashmoe import MAX_AGE
+from flashmoe_gguf.quotas import slots_for_share
 from flashmoe_gguf.trace import Trace
-from flashmoe_gguf.train.compare import slots
 from flashmoe_gguf.train.states import Cells, cells, distances, inputs, merge, residents, uses
 
 Floats = npt.NDArray[np.float32]
@@ -162,7 +162,7 @@ def _states(trace: Trace, sizes: Sequence[float], weights: Floats | None) -> lis
             trace.experts,
             trace.seq[:-1],
             trace.n_expert,
-            slots(trace.n_expert, size),
+            slots_for_share(trace.n_expert, size),
             weights=weights,
             victims=True,
         )
@@ -188,7 +188,7 @@ def train_learned(
 ) -> Learned:
     """What the online policy has learned after it has seen the trace, `passes` times.
 
-    It does not depend on what is cached, so that the first of `sizes` does for all.
+    With slots for the first of `sizes`: how far it looks ahead depends on them, but little.
     """
     weights: Floats | None = None
     for i in range(passes):
@@ -197,7 +197,7 @@ def train_learned(
             trace.experts,
             trace.seq[:-1],
             trace.n_expert,
-            slots(trace.n_expert, sizes[0]),
+            slots_for_share(trace.n_expert, sizes[0]),
             weights=weights,
             learned=True,
             progress=None

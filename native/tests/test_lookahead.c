@@ -204,7 +204,18 @@ TEST(an_error_in_a_guess_is_told_only_when_it_is_wanted) {
     model_free(&model);
 }
 
-TEST(no_guess_for_batches_or_where_all_is_resident) {
+TEST(no_guess_at_what_is_resident) {
+    struct model model;
+    create(&model);
+    pass_first(&model, 2);
+    CHECK_EQUAL(observed[0], 1);
+    CHECK_EQUAL(model_stats(&model).guesses, 0);
+    CHECK_EQUAL(model_pump_all(&model), 0);
+    model_verify(&model);
+    model_free(&model);
+}
+
+TEST(no_guess_for_batches) {
     struct model model;
     create(&model);
     guessed = 6;
