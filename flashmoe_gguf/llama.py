@@ -22,6 +22,7 @@ from flashmoe_gguf.budget import Plan, parse_ram
 from flashmoe_gguf.devices import keep_experts_on_host
 from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
 from flashmoe_gguf.governor import Governor
+from flashmoe_gguf.grammar import sample_in_grammar
 from flashmoe_gguf.host import default_budget, process_memory
 from flashmoe_gguf.llama_log import collected_errors
 from flashmoe_gguf.loading import (
@@ -332,6 +333,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
             self._stopped_by = stop
             return False
         return True
+
+    # llama.cpp ends the process where a grammar allows no token.
+    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._init_sampler(*args, **kwargs)
+        if kwargs.get("grammar") is not None:
+            sampler.sample = sample_in_grammar(llama_cpp, sampler.sampler, self._n_vocab)
+        return sampler
 
     # llama.cpp aborts the process when a model without a vocabulary is asked for text.
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:

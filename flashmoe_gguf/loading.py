@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from flashmoe_gguf.budget import (
+    CONTEXT_BYTES,
     Fixed,
     Plan,
     check_floor,
@@ -58,7 +59,7 @@ def check_before_loading(
     """Raises BudgetError for a hopeless budget, while that costs nothing."""
     n_ctx = kwargs.get("n_ctx", 512)
     compute = compute_bytes_about(experts.geometry.header, n_ctx, ubatch_at_most(kwargs))
-    check_floor(ram_bytes, fixed, compute)
+    check_floor(ram_bytes, fixed, compute + CONTEXT_BYTES)
 
 
 def with_ubatch(
@@ -95,6 +96,8 @@ def start_planned(
             return fixed_slots_plan(counted, costs, settings.n_slots)
         return planned(ram_bytes, counted, costs, experts.geometry, top_k, settings.quotas)
 
+    if settings.n_slots is None:
+        check_floor(ram_bytes, fixed, fixed.policy // 8)  # what it takes is known within that
     plan = plan_with(0)
     _, committed = process_memory()
     experts.start(plan.slots, plan.ram_bytes, top_k)

@@ -25,7 +25,8 @@ TABLE = [
     r"",
     r"same output: {verdict}",
     r"",
-    r"This model is far smaller than any memory: it shows function and exactness, not speed\.",
+    r"The model is \S+\.gguf: every command takes it\.",
+    r"It is far smaller than any memory: it shows function and exactness, not speed\.",
     r"Speed shows on models larger than memory: flashmoe chat MODEL\.gguf --ram 8G",
 ]
 

@@ -259,7 +259,7 @@ def test_the_written_file_has_the_keys_of_its_architecture(
     assert values["deepseek.expert_weights_scale"] == 4.0
     assert values["deepseek.embedding_length"] == 64
     assert values["tokenizer.ggml.tokens"] == [f"t{i}" for i in range(32)]
-    assert values["flashmoe.demo.source_sha256"] == "abc"
+    assert values["demo.source_sha256"] == "abc"
     assert not [name for name in values if name.startswith("llama.")]
 
 

@@ -21,7 +21,7 @@ RANKS = (
     ("errors",),
     ("replacing",),
     ("libs", "gguf", "cache_dir", "trace", "host", "disk", "assertions", "hardware"),
-    ("lookahead", "ubatch"),
+    ("lookahead", "ubatch", "grammar"),
     ("stripes", "disk_sample", "devices", "fingerprint"),
     ("_native", "packed"),
     ("store", "models", "regret"),

@@ -104,6 +104,23 @@ def test_log_probabilities(server: Running) -> None:
         assert row["logprob"] == max(top["logprob"] for top in row["top_logprobs"]) <= 0
 
 
+def test_log_probabilities_of_what_was_chosen(server: Running) -> None:
+    answer = server.chat(max_tokens=4, logprobs=True, repeat_penalty=1.0)
+    rows = answer["choices"][0]["logprobs"]["content"]
+    assert len(rows) == 4 and all(row["logprob"] <= 0 for row in rows)
+
+
+def test_text_in_parts_and_empty_stops(server: Running) -> None:
+    parts = [{"type": "text", "text": HELLO[0]["content"][:2]}]
+    parts.append({"type": "text", "text": HELLO[0]["content"][2:]})
+    whole = server.chat(max_tokens=6)["choices"]
+    assert (
+        server.chat(messages=[{"role": "user", "content": parts}], max_tokens=6)["choices"] == whole
+    )
+    for stop in ("", [""], ["", "\0"]):
+        assert server.chat(max_tokens=6, stop=stop)["choices"] == whole
+
+
 @pytest.mark.parametrize(
     "response_format",
     [
@@ -124,6 +141,8 @@ def test_grammar(server: Running) -> None:
 def test_a_tool_that_must_be_called(server: Running) -> None:
     choice = {"type": "function", "function": {"name": "look_up"}}
     answer = server.chat(tools=[TOOL], tool_choice=choice, max_tokens=80)
+    required = server.chat(tools=[TOOL], tool_choice="required", max_tokens=80)
+    assert required["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look_up"
     call = answer["choices"][0]["message"]["tool_calls"][0]["function"]
     assert call["name"] == "look_up"
     assert isinstance(json.loads(call["arguments"])["big"], bool)

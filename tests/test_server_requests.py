@@ -44,6 +44,70 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], int, str]] = {
     "an unknown role": ({"messages": [{"role": "boss", "content": "x"}]}, 400, "messages"),
     "a temperature in words": ({"messages": HELLO, "temperature": "hot"}, 400, "temperature"),
     "too many answers": ({"messages": HELLO, "n": 3}, 400, "n"),
+    "no answers": ({"messages": HELLO, "n": 0}, 400, "n"),
+    "less than a token": ({"messages": HELLO, "max_completion_tokens": -5}, 400, ""),
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        400,
+        "messages",
+    ),
+    "any tool where there is none": ({"messages": HELLO, "tool_choice": "required"}, 400, ""),
+    "any of several tools": (
+        {
+            "messages": HELLO,
+            "tools": [
+                {"type": "function", "function": {"name": name, "parameters": {}}}
+                for name in ("a", "b")
+            ],
+            "tool_choice": "required",
+        },
+        400,
+        "tool_choice",
+    ),
+    "a grammar that takes too long": (
+        {"messages": HELLO, "grammar": 'root ::= ("a"?){500}'},
+        400,
+        "",
+    ),
+    "a pattern that takes too long": (
+        {
+            "messages": HELLO,
+            "response_format": {
+                "type": "json_object",
+                "schema": {"type": "string", "pattern": "^(a?){300}$"},
+            },
+        },
+        400,
+        "",
+    ),
+    "a schema of gigabytes": (
+        {
+            "messages": HELLO,
+            "response_format": {
+                "type": "json_object",
+                "schema": {"type": "array", "items": {"type": "integer"}, "minItems": 10**8},
+            },
+        },
+        400,
+        "response_format",
+    ),
+    "a tool of gigabytes": (
+        {
+            "messages": HELLO,
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "a",
+                        "parameters": {"type": "string", "minLength": 10**9},
+                    },
+                }
+            ],
+            "tool_choice": "required",
+        },
+        400,
+        "tools",
+    ),
     "no repeat penalty": ({"messages": HELLO, "repeat_penalty": 0}, 400, "repeat_penalty"),
     "top_p out of range": ({"messages": HELLO, "top_p": 7}, 400, "top_p"),
     "an unknown model": ({"messages": HELLO, "model": "gpt-17"}, 404, "model"),
@@ -158,6 +222,7 @@ def test_the_field_that_is_wrong_is_named(server: Running, message: Any, words: 
         ("/v1/embeddings", {"input": "x" * 600}),
         ("/v1/embeddings", {}),
         ("/extras/tokenize", {"input": 4}),
+        ("/v1/completions", {"prompt": "a", "best_of": 0}),
         ("/extras/detokenize", {"tokens": ["a"]}),
         ("/extras/detokenize", {"tokens": [99_999_999]}),
         ("/extras/detokenize", {"tokens": [-5]}),
@@ -179,6 +244,7 @@ def test_bad_bodies_elsewhere(server: Running, path: str, body: dict[str, Any]) 
         b"\xff\xfe",
         b'{"messages": [], "temperature": NaN}',
         b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         f'{{"messages": {DEEP}'.encode(),
         f'{{"messages": {DEEP}{"]" * 100_000}}}'.encode(),
     ],
@@ -205,6 +271,26 @@ EXTREMES: list[dict[str, Any]] = [
 def test_extremes_are_survived(server: Running, extreme: dict[str, Any]) -> None:
     body = {"messages": HELLO, "max_tokens": 4, "temperature": 0.9, **extreme}
     assert server.post(CHAT, **body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"grammar": r'root ::= "\x00"'},
+        {"response_format": {"type": "json_object", "schema": {"const": "a\0b"}}},
+    ],
+    ids=str,
+)
+def test_a_grammar_that_no_token_fits(server: Running, body: dict[str, Any]) -> None:
+    said = error_of(server.post(CHAT, messages=HELLO, temperature=0, max_tokens=9, **body), 400)
+    assert "the grammar allows none of the model's tokens here" in said["message"]
+
+
+def test_half_a_character_in_any_text(server: Running) -> None:
+    said = error_of(server.client.post("/extras/tokenize", content=rb'{"input": "\ud800"}'), 400)
+    assert "lone surrogate" in said["message"]
+    whole = server.client.post("/extras/tokenize", content=rb'{"input": "\ud83d\ude00"}')
+    assert whole.status_code == 200
 
 
 def test_half_a_character_is_marked(server: Running) -> None:

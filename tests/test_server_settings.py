@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 import tiny_models
+from cli_tools import flashmoe
 from flashmoe_gguf import OptionError
 from flashmoe_gguf.server.app import build
 from flashmoe_gguf.server.gate import Limits
@@ -74,6 +76,40 @@ def test_settings_that_cannot_be_honoured(
     with pytest.raises(OptionError, match=words):
         models.load("chat")
     assert models.state == "failed" and models.current is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"vocab_only": True}, "vocab_only"),
+        ({"chat_format": "none such"}, "chat_format 'none such'"),
+    ],
+)
+def test_models_that_could_answer_nothing(
+    chat_model: Path, setting: dict[str, object], words: str
+) -> None:
+    with pytest.raises(OptionError, match=words):
+        complete([ServedModelSettings(model=str(chat_model), **setting)])
+    complete([ServedModelSettings(model=str(chat_model), chat_format="chatml")])
+
+
+def test_addresses_and_keys(chat_model: Path, tmp_path: Path) -> None:
+    def refused(**settings: object) -> str:
+        config = tmp_path / "c.json"
+        config.write_text(json.dumps({"models": [{"model": str(chat_model)}], **settings}))
+        result = flashmoe("serve", "--config", config)
+        assert result.exit_code == 2 and "Traceback" not in result.stderr
+        return result.stderr
+
+    assert "error: c.json: port: input should be less than" in refused(port=99999)
+    assert "error: c.json: port: input should be greater than" in refused(port=-1)
+    assert "error: c.json: host: string should have at least 1 character" in refused(host="")
+    assert "ssl_keyfile and ssl_certfile belong together" in refused(ssl_keyfile="x")
+    missing = refused(ssl_keyfile="/no/key", ssl_certfile="/no/cert")
+    assert "error: ssl_certfile /no/cert and ssl_keyfile /no/key: No such file" in missing
+    (tmp_path / "pem").write_text("no certificate")
+    pem = str(tmp_path / "pem")
+    assert "belong together" in refused(ssl_keyfile=pem, ssl_certfile=pem)
 
 
 def test_pings_can_be_turned_off(chat_model: Path) -> None:

@@ -158,3 +158,30 @@ def test_ctrl_c_keeps_what_was_recorded(replay: Path, tmp_path: Path) -> None:
     trace = read_trace(out)
     assert trace.n_tokens > 100
     assert np.array_equal(np.sort(trace.experts[:20], axis=2), KNOWN[:20])
+
+
+def test_no_output_replaces_what_is_read(replay: Path, tmp_path: Path) -> None:
+    model, words = tmp_path / "m.gguf", tmp_path / "words.txt"
+    model.write_bytes(replay.read_bytes())
+    words.write_text(text(0, 9), encoding="utf-8")
+    link, kept = tmp_path / "link", model.read_bytes()
+    link.symlink_to(model)
+    run = ("run", model, "-p", text(0, 1), "-n", "2", *ONE_THREAD)
+    for out in (model, link, words):
+        assert_error(flashmoe(*run, "--trace", out), "no trace is there already", "another name")
+        done = flashmoe("trace", model, "--text", words, "-o", out, *ONE_THREAD)
+        assert_error(done, "no trace is there already", "another name")
+    assert_error(flashmoe("trace", "--import", words, "-o", words), "no trace is there", "")
+    trace = tmp_path / "t.npz"
+    for _ in range(2):  # a trace may be replaced
+        done = flashmoe("trace", model, "--text", words, "-o", trace, *ONE_THREAD)
+        assert done.exit_code == 0
+    bench = ("bench", model, "--ram", "8G")
+    for option in ("--jsonl", "--plot"):
+        assert_error(flashmoe(*bench, option, link), "would be written over", "another name")
+    assert_error(flashmoe(*bench, "--jsonl", words), "holds no rows", "another name")
+    assert_error(flashmoe("simulate", trace, "--plot", trace), "would be written over", "")
+    train = ("train", trace, "--policy", "learned")
+    assert_error(flashmoe(*train, "-o", trace), "would be written over", "another name")
+    assert_error(flashmoe(*train, "-o", model), "no policy's is there already", "another name")
+    assert model.read_bytes() == kept and words.read_text(encoding="utf-8") == text(0, 9)

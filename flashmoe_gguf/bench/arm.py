@@ -247,7 +247,7 @@ class _Run:
             "missed_bytes": delta.missed_bytes,
             "read_amplification": delta.bytes_read / max(delta.missed_bytes, 1),
             "wait_share": delta.wait_seconds / seconds,
-            "policy_share": delta.policy_seconds / seconds,
+            "policy_share": delta.policy_seconds / seconds or None,  # of one in Python
             "guesses": [delta.guesses, delta.guesses_used, delta.guesses_overtaken],
             "prefill_expert_bytes_read": prefill.bytes_read,
         }

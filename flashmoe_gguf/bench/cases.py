@@ -76,7 +76,9 @@ class NamedArm:
 def _whole(least: int) -> Callable[[str, str], int]:
     def convert(key: str, text: str) -> int:
         if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise OptionError(f"{key}={text} in --arm is no whole number from {least} on")
+            raise OptionError(
+                f"{key}={text} in --arm is no whole number", f"give one from {least} on"
+            )
         return int(text)
 
     return convert
@@ -135,7 +137,7 @@ def parse_arm(text: str) -> NamedArm:
             )
         field, convert = _SETTINGS[key]
         if field in changes or (key == "layout" and packed):
-            raise OptionError(f"{key} is given twice in --arm {text}")
+            raise OptionError(f"{key} is given twice in --arm {text}", "give it once")
         converted = convert(key, value)
         if key == "layout":
             packed = converted == "packed"

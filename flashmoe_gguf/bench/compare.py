@@ -84,7 +84,9 @@ def read_rows(path: Path) -> list[Row]:
         lines = path.read_text("utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
     except OSError as error:
-        raise OptionError(f"cannot read {path}: {error.strerror or error}") from error
+        raise OptionError(
+            f"cannot read {path}: {error.strerror or error}", "check the path"
+        ) from error
     except ValueError:
         raise _no_rows(path) from None
     if not rows or not all(isinstance(row, dict) and "arm" in row for row in rows):

@@ -102,7 +102,7 @@ class Bench:
                     "give a larger --ram",
                 )
 
-    def record(self) -> Trace:
+    def record(self, progress: Progress) -> Trace:
         """The routing of this very run, by one more run of a streamed arm, outside the rounds.
 
         All arms make the same tokens, so it is the routing of all. Raises FlashMoEError.
@@ -112,10 +112,11 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="flashmoe-bench-") as folder:
             path = Path(folder) / "routing.npz"
             arm = replace(case.arm, name=f"{case.name} (recording)", trace=str(path), again=False)
-            result, ended = run_arm(arm, case.limit_bytes, self.limiter, Progress(), self.timeout)
+            result, ended = run_arm(arm, case.limit_bytes, self.limiter, progress, self.timeout)
             if result is None:
                 raise FlashMoEError(
-                    f"the arm {arm.name} was {_how_it_failed(ended)}", "give a larger --ram"
+                    f"the arm {arm.name} was {_how_it_failed(ended)}",
+                    f"give a larger {'--timeout' if ended.timed_out else '--ram'}",
                 )
             return read_trace(path)
 
@@ -314,6 +315,17 @@ def _hash_of(values: Sequence[Any]) -> str:
     return xxhash.xxh3_64_hexdigest(" ".join(map(str, values)).encode())
 
 
+def check_rows(path: Path) -> None:
+    """Raises FlashMoEError for a file that rows cannot be appended to, or that holds others."""
+    write_rows(path, [])
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(1) not in (b"", b"{"):
+                raise FlashMoEError(
+                    f"{path}: a file that holds no rows is there already", "give another name"
+                )
+
+
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Appends rows to a JSONL file. Raises FlashMoEError when that fails."""
     try:
@@ -321,5 +333,6 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     except OSError as error:
         raise FlashMoEError(
-            f"cannot write {path}: {error.strerror or error}", "name a file in a folder that exists"
+            f"cannot write {path}: {error.strerror or error}",
+            "name a file in a folder that exists and has room",
         ) from error

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flashmoe_gguf.errors import FlashMoEError, OptionError
+from flashmoe_gguf.grammar import check_grammar, check_schema
 
 if TYPE_CHECKING:
     from flashmoe_gguf.stats import Stats
@@ -260,6 +261,7 @@ class LlamaEngine:
     def _grammar(self, text: str) -> Any:
         from llama_cpp.llama_grammar import LlamaGrammar
 
+        check_grammar(text)
         # parsed once here for the check: llama_cpp would go on with a null pointer
         with _captured_stderr() as said:
             sampler = self._lib.llama_sampler_init_grammar(self._vocab, text.encode(), b"root")
@@ -278,8 +280,10 @@ def grammar_from_json_schema(schema: str) -> str:
     from llama_cpp.llama_grammar import json_schema_to_gbnf
 
     try:
-        json.loads(schema)
+        check_schema(json.loads(schema))
         return str(json_schema_to_gbnf(schema))
+    except OptionError:
+        raise
     except Exception as error:  # upstream's converter fails in many ways on what it does not know
         raise OptionError(
             f"the JSON schema cannot be used: {_one_line(error)}",

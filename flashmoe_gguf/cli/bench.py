@@ -35,6 +35,7 @@ from flashmoe_gguf.bench.plot import draw, need_matplotlib
 from flashmoe_gguf.bench.runner import (
     Bench,
     Progress,
+    check_rows,
     measure_floor,
     resolve_layers,
     write_rows,
@@ -46,6 +47,7 @@ from flashmoe_gguf.cli.bench_options import BenchOptions, bench_options
 from flashmoe_gguf.cli.bench_table import notes, print_table, result_table
 from flashmoe_gguf.cli.exits import UNEXPECTED, report
 from flashmoe_gguf.cli.options import read_text
+from flashmoe_gguf.cli.paths import refuse_to_replace
 from flashmoe_gguf.cli.progress import Activity, ByteCount, State
 from flashmoe_gguf.cli.screen import Screen, count
 from flashmoe_gguf.errors import OptionError, TraceError
@@ -102,8 +104,11 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
         need_matplotlib()
     named, arm_names = options.named_arms, options.arm_names
     text = None if options.prompt_file is None else read_text(options.prompt_file)
+    read = [p for p in (options.model, options.trace, options.prompt_file) if p is not None]
+    for out in (options.jsonl, options.plot):
+        refuse_to_replace(out, read)
     if options.jsonl is not None:
-        write_rows(Path(options.jsonl), [])  # it is found out now whether it can be written
+        check_rows(Path(options.jsonl))
     limiter = find_limiter()
     gate = Gate()
     with Screen() as screen, ended_cleanly():
@@ -137,8 +142,9 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
         with Activity(screen, "trying the arms", lambda: None):
             measuring.check()
         if trace is None:
-            with Activity(screen, "recording the routing", lambda: None):
-                measuring = replace(measuring, trace=measuring.record())
+            at = Progress()
+            with Activity(screen, "recording the routing", lambda: recording_state(at)):
+                measuring = replace(measuring, trace=measuring.record(at))
         try:
             rows = _measure(measuring, gate, screen, options.jsonl)
         except OutputDiffersError as error:
@@ -276,6 +282,13 @@ def ended_cleanly() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def recording_state(progress: Progress) -> State | None:
+    """Tokens of the run's phase; None before there are any."""
+    if not progress.total:
+        return None
+    return State(words=f"{progress.phase} {progress.done} of {progress.total} tokens")
 
 
 def progress_state(progress: Progress) -> State:

@@ -13,6 +13,7 @@ from flashmoe_gguf.cli.exits import UNEXPECTED
 from flashmoe_gguf.cli.options import default_threads, threads_option
 from flashmoe_gguf.cli.progress import Activity, State, format_rate
 from flashmoe_gguf.cli.screen import Screen, count, format_table
+from flashmoe_gguf.gguf.cursor import shown
 from flashmoe_gguf.store import Geometry, read_geometry
 
 QUESTION = "What is the capital of England?"
@@ -103,7 +104,8 @@ def report_lines(geometry: Geometry, n_slots: int, ours: Result, stock: Result) 
         "",
         verdict,
         "",
-        "This model is far smaller than any memory: it shows function and exactness, not speed.",
+        f"The model is {shown(str(geometry.header.path))}: every command takes it.",
+        "It is far smaller than any memory: it shows function and exactness, not speed.",
         "Speed shows on models larger than memory: flashmoe chat MODEL.gguf --ram 8G",
     ]
 

@@ -266,13 +266,13 @@ def sampling_options(command: F) -> F:
             ),
             click.option(
                 "--grammar-file",
-                type=click.Path(exists=True, dir_okay=False),
+                type=FilePath(exists=True, dir_okay=False),
                 metavar="FILE",
                 help="Answers follow this GBNF grammar.",
             ),
             click.option(
                 "--json-schema-file",
-                type=click.Path(exists=True, dir_okay=False),
+                type=FilePath(exists=True, dir_okay=False),
                 metavar="FILE",
                 help="Answers are JSON that follows this schema.",
             ),

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import click
 
+from flashmoe_gguf.errors import OptionError
+from flashmoe_gguf.gguf.cursor import shown
+
+# Linux, Documentation/admin-guide/devices.txt: the memory devices zero, full, random and urandom.
+_ENDLESS = frozenset(os.makedev(1, minor) for minor in (5, 7, 8, 9))
+
 
 class FilePath(click.Path):
-    """A path that is not empty: the library would take "" for the current folder."""
+    """A path that is not empty, as the library would take "" for the current folder, and no device
+    that could be read for ever.
+    """
 
     def convert(
         self,
@@ -19,4 +30,18 @@ class FilePath(click.Path):
     ) -> Any:
         if not os.fspath(value):
             self.fail("the path is empty.", param, ctx)
+        with suppress(OSError, ValueError):  # whoever opens it says it better
+            if os.stat(value).st_rdev in _ENDLESS:
+                self.fail(f"{os.fspath(value)} never ends.", param, ctx)
         return super().convert(value, param, ctx)
+
+
+def refuse_to_replace(out: str | os.PathLike[str] | None, inputs: Iterable[str | Path]) -> None:
+    """Raises OptionError when what is to be written is one of the files that are read."""
+    target = Path(out) if out is not None else None
+    for path in map(Path, inputs):
+        if target is not None and target.exists() and path.exists() and target.samefile(path):
+            raise OptionError(
+                f"{shown(str(target))}: it is read here, and would be written over",
+                "give another name for what is written",
+            )

@@ -170,6 +170,7 @@ def _settings(
     settings = file.model_copy(update={k: v for k, v in given.items() if v is not None})
     if settings.api_key is not None and not settings.api_key.strip():
         raise OptionError("the API key is empty", "give one, or leave it out")
+    settings.check_tls()
     return settings, [*named, *file.models]
 
 

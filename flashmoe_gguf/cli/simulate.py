@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashmoe_gguf.budget import format_size, parse_size
-from flashmoe_gguf.cli.paths import FilePath
+from flashmoe_gguf.cli.paths import FilePath, refuse_to_replace
 from flashmoe_gguf.cli.progress import Activity, State
 from flashmoe_gguf.cli.screen import Screen, count, format_table
 from flashmoe_gguf.errors import TraceError
@@ -105,6 +105,7 @@ def simulate(
     from flashmoe_gguf import simulate as library
     from flashmoe_gguf.trace import read_trace
 
+    refuse_to_replace(plot, [trace, *([model] if model is not None else [])])
     routed = read_trace(Path(trace), n_expert)
     if split is not None:
         routed = library.half(routed, split)

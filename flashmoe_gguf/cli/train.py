@@ -7,14 +7,14 @@ from pathlib import Path
 import click
 import numpy as np
 
-from flashmoe_gguf.cli.paths import FilePath
+from flashmoe_gguf.cli.paths import FilePath, refuse_to_replace
 from flashmoe_gguf.cli.progress import Activity, State
 from flashmoe_gguf.cli.screen import Screen, format_rows, format_table
 from flashmoe_gguf.errors import OptionError
 from flashmoe_gguf.gguf.cursor import shown
-from flashmoe_gguf.trace import Trace, check_target, read_trace
+from flashmoe_gguf.trace import Trace, read_trace
 from flashmoe_gguf.train.compare import Result, compare
-from flashmoe_gguf.train.file import PolicyFile, write_policy_file
+from flashmoe_gguf.train.file import PolicyFile, check_policy_target, write_policy_file
 from flashmoe_gguf.train.training import Learned, join, split, train_flashmoe, train_learned
 
 
@@ -116,7 +116,8 @@ def train(
     if policy == "learned" and dagger:
         raise click.UsageError("--dagger means nothing with --policy learned.")
     target = Path(out)
-    check_target(target)
+    refuse_to_replace(target, [*traces, *([test] if test is not None else [])])
+    check_policy_target(target)
     whole = join([read_trace(Path(path), n_expert) for path in traces])
     parts = split(whole, seed)
     judge = parts.held_out if test is None else _test_trace(Path(test), whole, n_expert)

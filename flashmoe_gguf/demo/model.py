@@ -29,7 +29,7 @@ from flashmoe_gguf.replacing import replacing
 Progress = Callable[[str, float], None]
 
 # Raise it when anything that shapes the file changes, so that old caches are not used.
-BUILDER_VERSION = 1
+BUILDER_VERSION = 2
 
 # Blocks 1 to 7 lose most when split, and only leading ones can stay dense: 6 of 30 do. 12 of 32
 # experts: 10 made more nonsense words on held-out questions, 16 leaves half of every block active.

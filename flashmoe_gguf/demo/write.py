@@ -44,7 +44,7 @@ def write_model(
 ) -> None:
     """Writes the whole file at `path`; the caller makes it durable and gives it its name.
 
-    `provenance` becomes string metadata `flashmoe.demo.*`.
+    `provenance` becomes string metadata `demo.*`.
     """
     writer = gguf.GGUFWriter(path, _ARCH)
     try:
@@ -94,7 +94,7 @@ def _add_metadata(
     writer.add_expert_shared_count(sizes.n_shared // n_ff_expert)
     writer.add_expert_weights_scale(float(sizes.n_experts))
     for key, value in provenance.items():
-        writer.add_string(f"flashmoe.demo.{key}", value)
+        writer.add_string(f"demo.{key}", value)
 
 
 def _place(name: str) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from flashmoe_gguf.gguf.cursor import shown
 
 CHUNK_BYTES = 4 << 20
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def open_source(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -101,6 +101,8 @@ def write_error(path: Path, error: OSError) -> FlashMoEError:
     name = shown(path)
     if error.errno in _FULL:
         return PackError(f"{name}: no space left on the disk", "free some, then run this again")
+    if error.errno == errno.EFBIG:
+        return PackError(f"{name}: files may not be that large here", "raise the limit: ulimit -f")
     if error.errno in _READ_ONLY:
         hint = "choose another place with -o, or make this one writable"
         return PackError(f"{name}: cannot be written: {error.strerror}", hint)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from llama_cpp.server.types import (
 )
 from pydantic import BaseModel, ValidationError
 
+from flashmoe_gguf.grammar import check_schema
 from flashmoe_gguf.server.failures import ApiError
 from flashmoe_gguf.server.settings import first_problem
 
@@ -37,6 +39,8 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "/extras/tokenize/count": TokenizeInputRequest,
     "/extras/detokenize": DetokenizeInputRequest,
 }
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,11 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ApiError(400, "the body is not a JSON object")
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(values, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ApiError(400, "a string holds half a character: a lone surrogate") from None
     return values
 
 
@@ -93,8 +102,15 @@ def _refuse_constant(name: str) -> float:
 def _translate_chat(values: dict[str, Any]) -> None:
     """What OpenAI's clients send and llama_cpp.server calls otherwise."""
     most = values.pop("max_completion_tokens", None)
-    if most is not None and values.get("max_tokens") is None:
-        values["max_tokens"] = most
+    if most is not None:
+        if type(most) is not int or most < 1:
+            raise ApiError(
+                400, "max_completion_tokens: give a number from 1 on", param="max_completion_tokens"
+            )
+        if values.get("max_tokens") is None:
+            values["max_tokens"] = most
+    if values.get("logprobs") is True and values.get("top_logprobs") is None:
+        values["top_logprobs"] = 0  # llama_cpp.server would give none at all
     form = values.get("response_format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         inner = form.get("json_schema")
@@ -117,6 +133,7 @@ def _translate_chat(values: dict[str, Any]) -> None:
 def _grammar_of(schema: Any, param: str) -> str:
     """A JSON schema as GBNF; raises ApiError for one that llama_cpp does not understand."""
     try:
+        check_schema(schema)
         return str(json_schema_to_gbnf(json.dumps(schema)))
     except Exception as error:  # it fails in many ways
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -130,12 +147,14 @@ def _translate_message(message: dict[str, Any]) -> None:
         message["role"] = "system"
     content = message.get("content")
     if message.get("role") == "assistant" and content is None:
-        message.pop("content", None)  # it called tools and said nothing
-    if message.get("role") in ("system", "assistant", "tool") and isinstance(content, list):
+        message["content"] = ""  # it called tools and said nothing; templates add to it
+    if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict)]
         texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
         if len(texts) == len(content):
             message["content"] = "".join(texts)
+        elif any(part.get("type") != "text" for part in parts):
+            raise ApiError(400, "messages: only text can be read here", param="messages")
 
 
 def _check_values(values: dict[str, Any], checked: BaseModel) -> None:
@@ -143,8 +162,10 @@ def _check_values(values: dict[str, Any], checked: BaseModel) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ApiError(400, f"{name}: {value} is no number", param=name)
     for name in ("n", "best_of"):
-        if (getattr(checked, name, None) or 1) > 1:
+        if getattr(checked, name, None) not in (None, 1):
             raise ApiError(400, f"{name}: one answer per request", param=name)
+    if (stop := values.get("stop")) is not None:
+        values["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
     prompt = getattr(checked, "prompt", "")
     if isinstance(prompt, list):
         if len(prompt) != 1:
@@ -161,10 +182,19 @@ def _check_values(values: dict[str, Any], checked: BaseModel) -> None:
 def _check_tools(values: dict[str, Any]) -> None:
     """A forced tool must be there; its parameters become the grammar."""
     choice, tools = values.get("tool_choice"), values.get("tools")
-    if not isinstance(choice, dict):
+    if not isinstance(choice, dict) and choice != "required":
         return
     if not tools:
         raise ApiError(400, "tool_choice: there are no tools", param="tool_choice")
+    if choice == "required":  # llama_cpp.server forces none but by its name
+        if len(tools) > 1:
+            raise ApiError(
+                400,
+                "tool_choice: 'required' is for one tool; name it",
+                param="tool_choice",
+            )
+        name = tools[0]["function"]["name"]
+        values["tool_choice"] = {"type": "function", "function": {"name": name}}
     for tool in tools:
         schema = tool["function"].setdefault("parameters", {"type": "object", "properties": {}})
         _grammar_of(schema, "tools")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashmoe_gguf.errors import OptionError
+from flashmoe_gguf.grammar import check_grammar
 from flashmoe_gguf.llama import Llama
 from flashmoe_gguf.server.failures import ApiError, Cancelled, api_error
 from flashmoe_gguf.server.meters import Meters
@@ -24,9 +25,6 @@ import llama_cpp
 # Asking before every graph node costs a millisecond or two a token, so while decoding llama.cpp
 # asks only where a token takes longer than that matters.
 _SLOW_TOKEN_SECONDS = 0.5
-# Parsers of grammars recurse.
-_MAX_GRAMMAR_CHARACTERS = 64 << 10
-_MAX_GRAMMAR_DEPTH = 100
 _MOST_BIAS = 1e6
 _LONG_TEXT_BYTES = 16 << 10
 
@@ -225,19 +223,11 @@ class ServedLlama(Llama):
                 self.reset()  # type: ignore[no-untyped-call,unused-ignore]
 
     def _check_grammar(self, grammar: Any) -> None:
-        """Raises OptionError for a grammar that llama.cpp cannot parse: llama_cpp would go on with
-        a null pointer.
+        """Raises OptionError for a grammar that llama.cpp does not survive, or cannot parse:
+        llama_cpp would go on with a null pointer.
         """
         text = str(grammar._grammar)
-        depth = deepest = 0
-        for character in text:
-            depth += (character == "(") - (character == ")")
-            deepest = max(deepest, depth)
-        if len(text) > _MAX_GRAMMAR_CHARACTERS or deepest > _MAX_GRAMMAR_DEPTH:
-            raise OptionError(
-                f"the grammar has {len(text)} characters, nested {deepest} deep",
-                f"{_MAX_GRAMMAR_CHARACTERS} characters and {_MAX_GRAMMAR_DEPTH} levels at most",
-            )
+        check_grammar(text)
         sampler = llama_cpp.llama_sampler_init_grammar(
             self._model.vocab, text.encode("utf-8"), b"root"
         )

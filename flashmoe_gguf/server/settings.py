@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import flashmoe_gguf.llama  # noqa: F401  first: it chooses the libraries that llama_cpp loads
 
 # isort: split
+from llama_cpp.llama_chat_format import LlamaChatCompletionHandlerRegistry
 from llama_cpp.server.settings import ModelSettings, ServerSettings
 from pydantic import Field, ValidationError
 
@@ -20,6 +22,8 @@ from flashmoe_gguf.store import Geometry, read_geometry
 
 DEFAULT_CTX = 4096
 _TYPE_NAMES = ("str", "int", "float", "bool")
+# llama_cpp.server.model makes these chat formats out of files of the model's
+_MADE_WHEN_LOADED = ("hf-autotokenizer", "hf-tokenizer-config")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -51,8 +55,25 @@ class ServedModelSettings(ModelSettings):  # type: ignore[misc,unused-ignore]
 class ServedSettings(ServerSettings):  # type: ignore[misc,unused-ignore]
     """llama_cpp.server's, but a new request waits for its turn unless it is told otherwise."""
 
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=8000, ge=0, le=65535)
     interrupt_requests: bool = False
+
+    def check_tls(self) -> None:
+        """Raises OptionError for a key and a certificate that cannot be used together."""
+        if self.ssl_keyfile is None and self.ssl_certfile is None:
+            return
+        if self.ssl_keyfile is None or self.ssl_certfile is None:
+            raise OptionError("ssl_keyfile and ssl_certfile belong together", "give both, or none")
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+        except OSError as error:
+            raise OptionError(
+                f"ssl_certfile {self.ssl_certfile} and ssl_keyfile {self.ssl_keyfile}: "
+                f"{error.strerror or error}",
+                "give PEM files that belong together",
+            ) from None
 
 
 class ConfigFile(ServedSettings):
@@ -127,6 +148,7 @@ def complete(
     done: list[ServedModelSettings] = []
     geometries: dict[str, Geometry] = {}
     for model in models:
+        _check_model(model)
         alias = model.model_alias or _SHARD.sub("", Path(model.model).name.removesuffix(".gguf"))
         if alias in geometries or alias in (m.model_alias for m in done):
             raise OptionError(f"two models are called {alias}", "give each a model_alias")
@@ -156,6 +178,18 @@ def complete(
     if not done:
         raise OptionError("there is no model to serve", "name one, or give --config with `models`")
     return done, geometries
+
+
+def _check_model(model: ServedModelSettings) -> None:
+    """Raises OptionError for settings that a request would find out about."""
+    if model.vocab_only:
+        raise OptionError("vocab_only loads no weights: there is nothing to serve", "leave it out")
+    known = {*LlamaChatCompletionHandlerRegistry._chat_handlers, *_MADE_WHEN_LOADED}
+    if model.chat_format is not None and model.chat_format not in known:
+        raise OptionError(
+            f"there is no chat_format '{model.chat_format}'",
+            f"leave it out for the model's own template, or take one of {', '.join(sorted(known))}",
+        )
 
 
 def _one_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,18 @@ def _checked(path: Path, arrays: dict[str, npt.NDArray[Any]], given: int | None)
 
 
 def check_target(path: Path) -> None:
-    """Raises TraceError where `write_trace` could not write, before there is anything to lose."""
+    """Raises TraceError where `write_trace` could not write, before there is anything to lose; also
+    for a file that is no trace, such as the model.
+    """
+    check_writable(path)
+    if path.is_file() and path.stat().st_size > 0 and not zipfile.is_zipfile(path):
+        raise TraceError(
+            f"{path}: a file that is no trace is there already", "give another name, or delete it"
+        )
+
+
+def check_writable(path: Path) -> None:
+    """Raises TraceError where no file could be written, or replaced."""
     if path.is_dir():
         raise TraceError(f"cannot write {path}: it is a folder", "give the name of a file")
     if not os.access(path.parent, os.W_OK):
@@ -194,4 +206,6 @@ def write_trace(path: Path, trace: Trace) -> None:
         with replacing(path) as part, open(part, "wb") as file:
             np.savez_compressed(file, **arrays)
     except OSError as error:
-        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
+        raise TraceError(
+            f"cannot write {path}: {error.strerror or error}", "give another path, or make room"
+        ) from error

@@ -20,6 +20,7 @@ from safetensors.numpy import save
 from flashmoe_gguf.errors import TraceError
 from flashmoe_gguf.policy_weights import SCHEMAS
 from flashmoe_gguf.replacing import replacing
+from flashmoe_gguf.trace import check_writable
 
 Floats = npt.NDArray[np.float32]
 
@@ -34,6 +35,21 @@ class PolicyFile:
     fingerprint: str
     note: str
     networks: Mapping[str, Floats]
+
+
+def check_policy_target(path: Path) -> None:
+    """Raises TraceError where `write_policy_file` could not write, before there is anything to
+    lose; also for a file of another kind, such as the model.
+    """
+    check_writable(path)
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(9)  # of safetensors: the length of a JSON object, which follows
+        if start and start[8:] != b"{":
+            raise TraceError(
+                f"{path}: a file that is no policy's is there already",
+                "give another name, or delete it",
+            )
 
 
 def write_policy_file(path: Path, file: PolicyFile) -> None:
@@ -51,4 +67,6 @@ def write_policy_file(path: Path, file: PolicyFile) -> None:
         with replacing(path) as part:
             part.write_bytes(data)
     except OSError as error:
-        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
+        raise TraceError(
+            f"cannot write {path}: {error.strerror or error}", "give another path, or make room"
+        ) from error

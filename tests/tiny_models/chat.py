@@ -22,7 +22,8 @@ _SILENT = 4 + 256  # markers and bytes come first; of these only the end is ever
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'refused' %}"
     "{{ raise_exception('this role is refused') }}{% endif %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
