@@ -20,16 +20,21 @@ import numpy as np
 
 from flashmoe_gguf.errors import OptionError
 
-_MAX_CHARACTERS = 256 << 10
+_MAX_CHARACTERS = 128 << 10
 _MAX_DEPTH = 1000  # llama.cpp's parser recurses
-_MAX_PLACES = 64  # 60 take llama.cpp seconds, 120 a minute
 MAX_REPEATS = _MAX_DEPTH  # llama_cpp nests what may come up to so many times
+# Places that one character can lead on from: 60 take llama.cpp a second, 120 a minute. Of longer
+# texts, such as the names of properties, 300 take it a third of a second.
+_MAX_PLACES = 64
+_OF_A_LONG_ONE = 16
 
 _TOKENS = re.compile(
     r'\s+|\#[^\n]*|(?P<rule>[A-Za-z0-9-]+)\s*::=|(?P<name>[A-Za-z0-9-]+)|(?P<text>"(?:\\.|[^"\\])*")|'
-    r"(?P<class>\[(?:\\.|[^\]\\])*\])|(?P<repeat>[*+?]|\{\s*\d{0,9}\s*,?\s*\d{0,9}\s*\})|(?P<other>.)"
+    r"(?P<class>\[(?:\\.|[^\]\\])*\])|(?P<repeat>[*+?]|\{\s*\d*\s*,?\s*\d*\s*\})|(?P<other>.)"
 )
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)")
 _BOUNDS = ("minItems", "maxItems", "minLength", "maxLength")
+_VALUES = ("const", "default", "enum", "examples")  # of a schema: what is no schema
 
 
 def check_grammar(text: str) -> None:
@@ -45,8 +50,8 @@ def check_grammar(text: str) -> None:
         )
     if _Places(text).most > _MAX_PLACES:
         raise OptionError(
-            f"the grammar has more than {_MAX_PLACES} parts in a row that may be left out, which "
-            "takes llama.cpp too long",
+            f"the grammar has more than {_MAX_PLACES} parts in a row that may be left out, "
+            f"or {_OF_A_LONG_ONE * _MAX_PLACES} longer ones, which takes llama.cpp too long",
             'repeat what cannot be empty: "a"{0,500} and not ("a"?){500}',
         )
 
@@ -62,15 +67,11 @@ class _Places:
         self._users: dict[str, set[str]] = {}  # by rule, those that name it
         self._parse(text)
         self._empty: set[str | None] = set()  # rules that may be empty
-        self._find_empty()
-        self._entries = dict.fromkeys(self._rules, 1)  # by rule, where it can begin
-        self.most = 1
-        for _ in range(_MAX_PLACES):
-            before = dict(self._entries)
-            for name in reversed(self._rules):  # what lies inside comes later
-                self._count(name)
-            if self._entries == before or self.most > _MAX_PLACES:
-                break
+        self._short: set[str | None] = set()  # that may be a single character
+        self._entries = dict.fromkeys(self._rules, 0.0)  # by rule, where it can begin
+        self.most = 0.0
+        for grows in (self._becomes_empty, self._becomes_short, self._begins_at_more):
+            self._spread(grows)
 
     def _parse(self, text: str) -> None:
         open_rules = [""]
@@ -89,7 +90,8 @@ class _Places:
                     open_rules.append(name)
                     self._rules[name] = [[]]
             elif kind in ("text", "class") or word == ".":
-                parts.append(_Part(least=0 if word == '""' else 1))
+                length = len(_ESCAPE.sub("x", word[1:-1])) if kind == "text" else 1
+                parts.append(_Part(length=length, least=min(length, 1)))
             elif kind == "repeat" and parts:
                 parts[-1] = parts[-1].repeated(word)
             elif word == ")" and len(open_rules) > 1:
@@ -97,38 +99,64 @@ class _Places:
             elif word == "|":
                 self._rules[open_rules[-1]].append([])
 
-    def _find_empty(self) -> None:
-        pending = list(self._rules)
-        while pending:
-            name = pending.pop()
-            if name not in self._empty and name in self._rules:
-                choices = self._rules[name]
-                if any(all(map(self._may_be_empty, parts)) for parts in choices):
-                    self._empty.add(name)
-                    pending += self._users.get(name, ())
+    def _spread(self, grows: Callable[[str], bool]) -> None:
+        """Asks of each rule, and again where one that it names has grown."""
+        pending = dict.fromkeys(reversed(self._rules))  # what lies inside comes later
+        while pending and self.most <= _MAX_PLACES:
+            name = next(iter(pending))
+            del pending[name]
+            if grows(name):
+                pending |= dict.fromkeys(self._users.get(name, ()))
 
-    def _may_be_empty(self, part: _Part) -> bool:
-        return part.least == 0 or part.name in self._empty
+    def _becomes_empty(self, name: str) -> bool:
+        if name in self._empty:
+            return False
+        if any(all(map(self._may_be_empty, parts)) for parts in self._rules[name]):
+            self._empty.add(name)
+        return name in self._empty
 
-    def _count(self, name: str) -> None:
+    def _becomes_short(self, name: str) -> bool:
+        if name in self._short:
+            return False
         for parts in self._rules[name]:
-            row, begins = 0, True
+            needed = [part for part in parts if not self._may_be_empty(part)]
+            if len(needed) < 2 and any(map(self._may_be_short, needed or parts)):
+                self._short.add(name)
+        return name in self._short
+
+    def _begins_at_more(self, name: str) -> bool:
+        before = self._entries[name]
+        for parts in self._rules[name]:
+            row, begins = 0.0, True
             for part in parts:
-                inner = self._entries.get(part.name or "", 1)
-                # what cannot be empty itself is entered once, however often it comes
-                row += inner * (part.most if part.name in self._empty else 1)
+                row += self._places(part)
                 self.most = max(self.most, row)
                 if begins:
                     self._entries[name] = max(self._entries[name], row)
                 if not self._may_be_empty(part):
-                    row, begins = 0, False
+                    row, begins = 0.0, False
+        return self._entries[name] > before
+
+    def _may_be_empty(self, part: _Part) -> bool:
+        return part.least == 0 or part.name in self._empty
+
+    def _may_be_short(self, part: _Part) -> bool:
+        short = part.length == 1 if part.name is None else part.name in self._short
+        return short and (part.least < 2 or part.name in self._empty)
+
+    def _places(self, part: _Part) -> float:
+        inner = max(self._entries.get(part.name or "", 0.0), 1.0)
+        # what cannot be empty itself is entered once, however often it comes
+        times = part.most if part.name in self._empty else 1
+        return inner * times / (1 if self._may_be_short(part) else _OF_A_LONG_ONE)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a sequence: what a rule says, or text, a class or a dot (None)."""
+    """A part of a sequence: what a rule says, or (None) so many characters."""
 
     name: str | None = None
+    length: int = 1
     least: int = 1
     most: int = 1
 
@@ -137,34 +165,47 @@ class _Part:
         low, _, high = (part.strip() for part in word.strip("{}").partition(","))
         if word in ("*", "+", "?"):
             low, high = "1" if word == "+" else "0", "1"
-        least = int(low or 0)
-        most = int(high) if high else max(least, 1)
+        least = _number(low)
+        most = _number(high) if high else max(least, 1)
         return replace(self, least=self.least * least, most=self.most * most)
+
+
+def _number(digits: str) -> int:
+    digits = digits.lstrip("0") or "0"
+    return int(digits) if len(digits) < 10 else 10**9
 
 
 def check_schema(schema: Any) -> None:
     """Raises OptionError for a JSON schema whose grammar would be too large to be written."""
-    if isinstance(schema, dict):
-        counts = [schema[key] for key in _BOUNDS if isinstance(schema.get(key), int | float)]
-        if isinstance(pattern := schema.get("pattern"), str):
-            counts += map(int, re.findall(r"\d+", " ".join(re.findall(r"\{[\d,\s]*\}", pattern))))
-        if any(count > MAX_REPEATS for count in counts):
-            raise OptionError(
-                f"the JSON schema repeats something {max(counts):.15g} times",
-                f"{MAX_REPEATS} times at most: {', '.join(_BOUNDS)} and counts in a pattern",
-            )
-    for inner in schema.values() if isinstance(schema, dict) else schema:
-        if isinstance(inner, dict | list):
-            check_schema(inner)
+    if not isinstance(schema, dict):
+        raise OptionError("a JSON schema is an object")
+    pending: list[Any] = [schema]
+    while pending:
+        values = pending.pop()
+        if isinstance(values, dict):
+            counts = [values[key] for key in _BOUNDS if isinstance(values.get(key), int | float)]
+            if isinstance(pattern := values.get("pattern"), str):
+                found = re.findall(r"\d+", " ".join(re.findall(r"\{[\d,\s]*\}", pattern)))
+                counts += map(_number, found)
+            if any(count > MAX_REPEATS for count in counts):
+                raise OptionError(
+                    f"the JSON schema repeats something more than {MAX_REPEATS} times",
+                    f"{', '.join(_BOUNDS)} and counts in a pattern may not be larger",
+                )
+            values = [inner for key, inner in values.items() if key not in _VALUES]
+        pending += [inner for inner in values if isinstance(inner, dict | list)]
 
 
 _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
-def sample_in_grammar(lib: Any, chain: Any, n_vocab: int) -> Callable[[Any, int], int]:
-    """`LlamaSampler.sample` for a chain with a grammar: as llama_sampler_sample, and OptionError
-    where the grammar allows no token.
+def guarded(lib: Any, sampler: Any, n_vocab: int, grammar: Any) -> Any:
+    """A `LlamaSampler` that, where there is a grammar, chooses as llama_sampler_sample does, and
+    raises OptionError where the grammar allows no token. `lib`: the module llama_cpp.
     """
+    if grammar is None:
+        return sampler
+    chain = sampler.sampler
     data = np.zeros(n_vocab, _TOKEN_DATA)
 
     def sample(ctx: Any, idx: int = -1) -> int:
@@ -183,9 +224,11 @@ def sample_in_grammar(lib: Any, chain: Any, n_vocab: int) -> Callable[[Any, int]
         if not chosen.logit > -math.inf:
             raise OptionError(
                 "the grammar allows none of the model's tokens here",
-                "it asks for text that this model cannot write, such as a zero byte",
+                "it asks for text that this model cannot write, or is at its end, for which the "
+                "model has no token",
             )
         lib.llama_sampler_accept(chain, chosen.id)
         return int(chosen.id)
 
-    return sample
+    sampler.sample = sample
+    return sampler

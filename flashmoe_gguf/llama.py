@@ -22,7 +22,7 @@ from flashmoe_gguf.budget import Plan, parse_ram
 from flashmoe_gguf.devices import keep_experts_on_host
 from flashmoe_gguf.errors import BudgetError, FlashMoEError, OptionError
 from flashmoe_gguf.governor import Governor
-from flashmoe_gguf.grammar import sample_in_grammar
+from flashmoe_gguf.grammar import guarded
 from flashmoe_gguf.host import default_budget, process_memory
 from flashmoe_gguf.llama_log import collected_errors
 from flashmoe_gguf.loading import (
@@ -337,9 +337,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc,unused-ignore]
     # llama.cpp ends the process where a grammar allows no token.
     def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler = super()._init_sampler(*args, **kwargs)
-        if kwargs.get("grammar") is not None:
-            sampler.sample = sample_in_grammar(llama_cpp, sampler.sampler, self._n_vocab)
-        return sampler
+        return guarded(llama_cpp, sampler, self._n_vocab, kwargs.get("grammar"))
 
     # llama.cpp aborts the process when a model without a vocabulary is asked for text.
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:

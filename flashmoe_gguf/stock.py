@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flashmoe_gguf.grammar import guarded
 from flashmoe_gguf.libs import LibrarySet, load_llama_cpp
 
 
@@ -25,6 +26,10 @@ def plain_llama(which: LibrarySet, adjust: Callable[[Any], None]) -> type:
         def model_params(self, params: Any) -> None:
             adjust(params)
             self._model_params = params
+
+        def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            sampler = super()._init_sampler(*args, **kwargs)
+            return guarded(llama_cpp, sampler, self._n_vocab, kwargs.get("grammar"))
 
     return Plain
 

@@ -117,18 +117,21 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def interrupt_prompt(self) -> None:
-        """Types Ctrl-C once the command waits for a line.
+        """Types Ctrl-C once the command waits for a line, and again if nothing comes of it.
 
         CPython shows the prompt first and waits after it. What a Ctrl-C between the two has to say
-        is heard with the next key only: one in a hundred is too early for a user's hand, not for a
-        program's.
+        is heard with the next one only, as one: this is too early for a user's hand, and not for a
+        program's. A command that sleeps may also wait for another of its threads.
         """
         command = psutil.Process(self._child.pid)
-        deadline = time.monotonic() + _TIMEOUT_SECONDS
-        while command.status() != psutil.STATUS_SLEEPING:
-            assert time.monotonic() < deadline, "the command does not wait for a line"
-            time.sleep(0.001)
-        self.send("\x03")
+        for _ in range(_TIMEOUT_SECONDS // 20):
+            deadline = time.monotonic() + 20
+            while command.status() != psutil.STATUS_SLEEPING and time.monotonic() < deadline:
+                time.sleep(0.001)
+            self.send("\x03")
+            if select.select([self._fd], [], [], 20)[0]:
+                return
+        raise AssertionError("the command does not hear Ctrl-C")
 
     def expect(self, pattern: str) -> str:
         """What the screen showed up to and with `pattern`, since the last call."""

@@ -91,6 +91,15 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], int, str]] = {
         400,
         "response_format",
     ),
+    "a function of gigabytes": (
+        {
+            "messages": HELLO,
+            "functions": [{"name": "a", "parameters": {"type": "string", "minLength": 10**9}}],
+            "function_call": {"name": "a"},
+        },
+        400,
+        "",
+    ),
     "a tool of gigabytes": (
         {
             "messages": HELLO,
@@ -284,6 +293,11 @@ def test_extremes_are_survived(server: Running, extreme: dict[str, Any]) -> None
 def test_a_grammar_that_no_token_fits(server: Running, body: dict[str, Any]) -> None:
     said = error_of(server.post(CHAT, messages=HELLO, temperature=0, max_tokens=9, **body), 400)
     assert "the grammar allows none of the model's tokens here" in said["message"]
+
+
+def test_what_another_path_means_is_no_stop(server: Running) -> None:
+    for path, body in (("/v1/embeddings", {"input": "x"}), ("/extras/tokenize", {"input": "x"})):
+        assert server.post(path, **body, stop=5).status_code == 200
 
 
 def test_half_a_character_in_any_text(server: Running) -> None:

@@ -177,9 +177,12 @@ def test_no_output_replaces_what_is_read(replay: Path, tmp_path: Path) -> None:
         done = flashmoe("trace", model, "--text", words, "-o", trace, *ONE_THREAD)
         assert done.exit_code == 0
     bench = ("bench", model, "--ram", "8G")
-    for option in ("--jsonl", "--plot"):
-        assert_error(flashmoe(*bench, option, link), "would be written over", "another name")
-    assert_error(flashmoe(*bench, "--jsonl", words), "holds no rows", "another name")
+    for out in (link, words):
+        assert_error(flashmoe(*bench, "--jsonl", out), "holds no rows", "another name")
+        assert_error(flashmoe(*bench, "--plot", out), "no PNG is there", "another name")
+    long = tmp_path / ("x" * 300 + ".png")
+    assert_error(flashmoe("simulate", trace, "--plot", long), "File name too long", "")
+    assert flashmoe("simulate", trace, "--sizes", "99999999999").exit_code == 0
     assert_error(flashmoe("simulate", trace, "--plot", trace), "would be written over", "")
     train = ("train", trace, "--policy", "learned")
     assert_error(flashmoe(*train, "-o", trace), "would be written over", "another name")

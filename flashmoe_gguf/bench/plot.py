@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,14 @@ def need_matplotlib() -> None:
             "--plot needs matplotlib, which is not installed",
             "pip install 'flashmoe-gguf[plot]'",
         )
+
+
+def check_picture(path: Path) -> None:
+    """Raises FlashMoEError for a file that is no PNG: it would be written over."""
+    if os.path.isfile(path):
+        with path.open("rb") as file:
+            if file.read(4) not in (b"", b"\x89PNG"):
+                raise FlashMoEError(f"{path}: a file that is no PNG is there", "give another name")
 
 
 def draw(lines: Sequence[Line], title: str, path: Path) -> None:

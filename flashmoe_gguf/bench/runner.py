@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -318,7 +319,7 @@ def _hash_of(values: Sequence[Any]) -> str:
 def check_rows(path: Path) -> None:
     """Raises FlashMoEError for a file that rows cannot be appended to, or that holds others."""
     write_rows(path, [])
-    if path.is_file():
+    if os.path.isfile(path):
         with path.open("rb") as file:
             if file.read(1) not in (b"", b"{"):
                 raise FlashMoEError(

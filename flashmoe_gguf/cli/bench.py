@@ -31,7 +31,7 @@ from flashmoe_gguf.bench.cases import (
 from flashmoe_gguf.bench.gate import Gate, OutputDiffersError
 from flashmoe_gguf.bench.limit import Limiter, find_limiter
 from flashmoe_gguf.bench.machine import disk_bandwidth, facts
-from flashmoe_gguf.bench.plot import draw, need_matplotlib
+from flashmoe_gguf.bench.plot import check_picture, draw, need_matplotlib
 from flashmoe_gguf.bench.runner import (
     Bench,
     Progress,
@@ -47,7 +47,6 @@ from flashmoe_gguf.cli.bench_options import BenchOptions, bench_options
 from flashmoe_gguf.cli.bench_table import notes, print_table, result_table
 from flashmoe_gguf.cli.exits import UNEXPECTED, report
 from flashmoe_gguf.cli.options import read_text
-from flashmoe_gguf.cli.paths import refuse_to_replace
 from flashmoe_gguf.cli.progress import Activity, ByteCount, State
 from flashmoe_gguf.cli.screen import Screen, count
 from flashmoe_gguf.errors import OptionError, TraceError
@@ -101,12 +100,10 @@ def bench(ctx: click.Context, options: BenchOptions) -> None:
       flashmoe bench --synthetic gpt-oss-20b --ram 1.7G
     """
     if options.plot is not None:
+        check_picture(Path(options.plot))
         need_matplotlib()
     named, arm_names = options.named_arms, options.arm_names
     text = None if options.prompt_file is None else read_text(options.prompt_file)
-    read = [p for p in (options.model, options.trace, options.prompt_file) if p is not None]
-    for out in (options.jsonl, options.plot):
-        refuse_to_replace(out, read)
     if options.jsonl is not None:
         check_rows(Path(options.jsonl))
     limiter = find_limiter()

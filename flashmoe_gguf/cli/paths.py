@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import click
@@ -36,12 +35,16 @@ class FilePath(click.Path):
         return super().convert(value, param, ctx)
 
 
-def refuse_to_replace(out: str | os.PathLike[str] | None, inputs: Iterable[str | Path]) -> None:
+def refuse_to_replace(
+    out: str | os.PathLike[str] | None, inputs: Iterable[str | os.PathLike[str]]
+) -> None:
     """Raises OptionError when what is to be written is one of the files that are read."""
-    target = Path(out) if out is not None else None
-    for path in map(Path, inputs):
-        if target is not None and target.exists() and path.exists() and target.samefile(path):
+    for path in inputs if out is not None else ():
+        same = False
+        with suppress(OSError):  # whoever opens them says it better
+            same = os.path.samefile(str(out), path)
+        if same:
             raise OptionError(
-                f"{shown(str(target))}: it is read here, and would be written over",
+                f"{shown(str(out))}: it is read here, and would be written over",
                 "give another name for what is written",
             )

@@ -56,13 +56,13 @@ _GB = 1e9
 @ngl_option
 @click.option(
     "--disk",
-    type=Finite(min=0, min_open=True),
+    type=Finite(0.001, 100_000),
     metavar="GB/S",
     help="Bandwidth of the drive in 10^9 bytes per second, instead of measuring it.",
 )
 @click.option(
     "--memory",
-    type=Finite(min=0, min_open=True),
+    type=Finite(0.001, 100_000),
     metavar="GB/S",
     help="Bandwidth of the memory, instead of measuring it.",
 )

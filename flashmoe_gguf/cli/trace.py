@@ -144,7 +144,7 @@ def trace(
     if imported is None and n_expert is not None:
         raise click.UsageError("--n-expert needs --import.")
     if imported is not None:
-        _refuse_all_but({"imported", "out", "n_expert"}, "--import")
+        _refuse_all_but({"imported", "out", "n_expert", "verbose"}, "--import")
     if text is not None:
         _refuse({"temp", "seed"}, "--text")
     target = Path(out)

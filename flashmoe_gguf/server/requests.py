@@ -103,7 +103,7 @@ def _translate_chat(values: dict[str, Any]) -> None:
     """What OpenAI's clients send and llama_cpp.server calls otherwise."""
     most = values.pop("max_completion_tokens", None)
     if most is not None:
-        if type(most) is not int or most < 1:
+        if type(most) not in (int, float) or most < 1:
             raise ApiError(
                 400, "max_completion_tokens: give a number from 1 on", param="max_completion_tokens"
             )
@@ -164,7 +164,7 @@ def _check_values(values: dict[str, Any], checked: BaseModel) -> None:
     for name in ("n", "best_of"):
         if getattr(checked, name, None) not in (None, 1):
             raise ApiError(400, f"{name}: one answer per request", param=name)
-    if (stop := values.get("stop")) is not None:
+    if (stop := getattr(checked, "stop", None)) is not None:
         values["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
     prompt = getattr(checked, "prompt", "")
     if isinstance(prompt, list):
@@ -181,6 +181,10 @@ def _check_values(values: dict[str, Any], checked: BaseModel) -> None:
 
 def _check_tools(values: dict[str, Any]) -> None:
     """A forced tool must be there; its parameters become the grammar."""
+    if isinstance(called := values.get("function_call"), dict):  # the older way to force one
+        for function in values.get("functions") or []:
+            if function["name"] == called.get("name"):
+                _grammar_of(function.get("parameters") or {}, "functions")
     choice, tools = values.get("tool_choice"), values.get("tools")
     if not isinstance(choice, dict) and choice != "required":
         return
@@ -195,6 +199,8 @@ def _check_tools(values: dict[str, Any]) -> None:
             )
         name = tools[0]["function"]["name"]
         values["tool_choice"] = {"type": "function", "function": {"name": name}}
-    for tool in tools:
-        schema = tool["function"].setdefault("parameters", {"type": "object", "properties": {}})
-        _grammar_of(schema, "tools")
+    wanted = values["tool_choice"]["function"]["name"]
+    for function in (tool["function"] for tool in tools):
+        schema = function.setdefault("parameters", {"type": "object", "properties": {}})
+        if function["name"] == wanted:
+            _grammar_of(schema, "tools")

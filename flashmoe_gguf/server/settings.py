@@ -184,6 +184,8 @@ def _check_model(model: ServedModelSettings) -> None:
     """Raises OptionError for settings that a request would find out about."""
     if model.vocab_only:
         raise OptionError("vocab_only loads no weights: there is nothing to serve", "leave it out")
+    if model.clip_model_path is not None:
+        raise OptionError("clip_model_path: only text can be read here", "leave it out")
     known = {*LlamaChatCompletionHandlerRegistry._chat_handlers, *_MADE_WHEN_LOADED}
     if model.chat_format is not None and model.chat_format not in known:
         raise OptionError(

@@ -31,7 +31,9 @@ class Size:
         """[n_layers], at least one each."""
         if self.share is not None:
             return slots_for_share(n_expert, self.share)
-        return np.clip(np.full_like(n_expert, self.number), 1, n_expert)
+        wanted = np.full(n_expert.shape, self.number, np.float64)  # however large
+        slots: npt.NDArray[np.int32] = np.clip(wanted, 1, n_expert).astype(np.int32)
+        return slots
 
 
 @dataclass(frozen=True)

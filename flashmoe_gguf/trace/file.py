@@ -174,7 +174,7 @@ def check_target(path: Path) -> None:
     for a file that is no trace, such as the model.
     """
     check_writable(path)
-    if path.is_file() and path.stat().st_size > 0 and not zipfile.is_zipfile(path):
+    if os.path.isfile(path) and path.stat().st_size > 0 and not zipfile.is_zipfile(path):
         raise TraceError(
             f"{path}: a file that is no trace is there already", "give another name, or delete it"
         )
@@ -182,7 +182,7 @@ def check_target(path: Path) -> None:
 
 def check_writable(path: Path) -> None:
     """Raises TraceError where no file could be written, or replaced."""
-    if path.is_dir():
+    if os.path.isdir(path):
         raise TraceError(f"cannot write {path}: it is a folder", "give the name of a file")
     if not os.access(path.parent, os.W_OK):
         what = "no such folder" if not path.parent.exists() else "no permission"

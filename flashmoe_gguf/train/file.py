@@ -9,6 +9,7 @@ w3 [L, 128, 1], b3; a layer of the network is x @ w + b, with SiLU between.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ def check_policy_target(path: Path) -> None:
     lose; also for a file of another kind, such as the model.
     """
     check_writable(path)
-    if path.is_file():
+    if os.path.isfile(path):
         with path.open("rb") as file:
             start = file.read(9)  # of safetensors: the length of a JSON object, which follows
         if start and start[8:] != b"{":
