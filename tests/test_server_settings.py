@@ -83,6 +83,7 @@ def test_settings_that_cannot_be_honoured(
     [
         ({"vocab_only": True}, "vocab_only"),
         ({"chat_format": "none such"}, "chat_format 'none such'"),
+        ({"clip_model_path": "x", "chat_format": "llava-1-5"}, "only text can be read"),
     ],
 )
 def test_models_that_could_answer_nothing(
