@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import tiny_models
 from flashmoe_gguf.cache_dir import cache_dir
 
 USERS_CACHE = cache_dir()
+
+# A shell that starts the tests in its background has them ignore Ctrl-C, and their children too.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
