@@ -56,6 +56,17 @@ def check_grammar(text: str) -> None:
         )
 
 
+def parses(lib: Any, vocab: Any, text: str) -> bool:
+    """Whether llama.cpp can parse a grammar: with one that it cannot, llama_cpp would go on with a
+    null pointer. Raises OptionError as `check_grammar`. `lib`: the module llama_cpp.
+    """
+    check_grammar(text)
+    sampler = lib.llama_sampler_init_grammar(vocab, text.encode("utf-8"), b"root")
+    if sampler:
+        lib.llama_sampler_free(sampler)
+    return bool(sampler)
+
+
 class _Places:
     """How many places of a grammar can be the next one at once: parts in a row that may be empty,
     and the one behind them. `most`: the largest such count, over all places of all rules; where
@@ -206,11 +217,11 @@ def guarded(lib: Any, sampler: Any, n_vocab: int, grammar: Any) -> Any:
     if grammar is None:
         return sampler
     chain = sampler.sampler
-    data = np.zeros(n_vocab, _TOKEN_DATA)
+    ids, data = np.arange(n_vocab, dtype=np.int32), np.zeros(n_vocab, _TOKEN_DATA)
 
     def sample(ctx: Any, idx: int = -1) -> int:
         logits = lib.llama_get_logits_ith(ctx.ctx, idx)
-        data["id"] = np.arange(n_vocab, dtype=np.int32)
+        data["id"] = ids  # samplers sort
         data["logit"] = np.ctypeslib.as_array(logits, (n_vocab,))
         data["p"] = 0
         array = lib.llama_token_data_array(

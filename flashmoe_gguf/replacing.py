@@ -27,3 +27,13 @@ def replacing(path: Path, *, flush: bool = False) -> Iterator[Path]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def first_bytes(path: Path, n: int) -> bytes:
+    """The first `n` bytes of what a new file would replace; none where there is no file. Raises
+    OSError.
+    """
+    if not os.path.isfile(path):
+        return b""
+    with path.open("rb") as file:
+        return file.read(n)

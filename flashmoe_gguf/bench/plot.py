@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from flashmoe_gguf.bench.cases import limit_text
 from flashmoe_gguf.bench.summary import Line, Spread
 from flashmoe_gguf.errors import FlashMoEError, OptionError
+from flashmoe_gguf.replacing import first_bytes
 
 _GIB = 1 << 30
 
@@ -26,10 +26,8 @@ def need_matplotlib() -> None:
 
 def check_picture(path: Path) -> None:
     """Raises FlashMoEError for a file that is no PNG: it would be written over."""
-    if os.path.isfile(path):
-        with path.open("rb") as file:
-            if file.read(4) not in (b"", b"\x89PNG"):
-                raise FlashMoEError(f"{path}: a file that is no PNG is there", "give another name")
+    if first_bytes(path, 4) not in (b"", b"\x89PNG"):
+        raise FlashMoEError(f"{path}: a file that is no PNG is there", "give another name")
 
 
 def draw(lines: Sequence[Line], title: str, path: Path) -> None:

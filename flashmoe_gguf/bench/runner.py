@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -23,6 +22,7 @@ from flashmoe_gguf.bench.gate import Gate, Output, OutputDiffersError
 from flashmoe_gguf.bench.limit import Ended, Limiter
 from flashmoe_gguf.errors import FlashMoEError, OptionError
 from flashmoe_gguf.placement import AUTO
+from flashmoe_gguf.replacing import first_bytes
 from flashmoe_gguf.store import read_geometry
 from flashmoe_gguf.trace import Trace, read_trace
 
@@ -319,12 +319,10 @@ def _hash_of(values: Sequence[Any]) -> str:
 def check_rows(path: Path) -> None:
     """Raises FlashMoEError for a file that rows cannot be appended to, or that holds others."""
     write_rows(path, [])
-    if os.path.isfile(path):
-        with path.open("rb") as file:
-            if file.read(1) not in (b"", b"{"):
-                raise FlashMoEError(
-                    f"{path}: a file that holds no rows is there already", "give another name"
-                )
+    if first_bytes(path, 1) not in (b"", b"{"):
+        raise FlashMoEError(
+            f"{path}: a file that holds no rows is there already", "give another name"
+        )
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:

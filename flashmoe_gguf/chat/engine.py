@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flashmoe_gguf.errors import FlashMoEError, OptionError
-from flashmoe_gguf.grammar import check_grammar, check_schema
+from flashmoe_gguf.grammar import check_schema, parses
 
 if TYPE_CHECKING:
     from flashmoe_gguf.stats import Stats
@@ -261,17 +261,14 @@ class LlamaEngine:
     def _grammar(self, text: str) -> Any:
         from llama_cpp.llama_grammar import LlamaGrammar
 
-        check_grammar(text)
-        # parsed once here for the check: llama_cpp would go on with a null pointer
         with _captured_stderr() as said:
-            sampler = self._lib.llama_sampler_init_grammar(self._vocab, text.encode(), b"root")
-        if not sampler:
+            is_right = parses(self._lib, self._vocab, text)
+        if not is_right:
             reason = next((line for line in said if "error" in line), "there is no rule named root")
             raise OptionError(
                 f"llama.cpp cannot parse the grammar: {reason.rpartition('grammar: ')[2]}",
                 "it must be GBNF with a rule named root",
             )
-        self._lib.llama_sampler_free(sampler)
         return LlamaGrammar.from_string(text, verbose=False)
 
 

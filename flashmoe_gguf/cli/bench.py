@@ -283,19 +283,21 @@ def ended_cleanly() -> Iterator[None]:
 
 def recording_state(progress: Progress) -> State | None:
     """Tokens of the run's phase; None before there are any."""
-    if not progress.total:
-        return None
-    return State(words=f"{progress.phase} {progress.done} of {progress.total} tokens")
+    return State(words=_phase(progress)) if progress.total else None
 
 
 def progress_state(progress: Progress) -> State:
     """Round, arm and tokens in words; seconds as the share that is done."""
-    tokens = f" {progress.done} of {progress.total} tokens" if progress.total else ""
     words = (
         f"round {progress.round + 1} of {progress.n_rounds}, arm {progress.arm_number + 1} of "
-        f"{progress.n_arms} ({progress.arm}), {progress.phase}{tokens}"
+        f"{progress.n_arms} ({progress.arm}), {_phase(progress)}"
     )
     return State(*progress.share, words=words)
+
+
+def _phase(progress: Progress) -> str:
+    tokens = f" {progress.done} of {progress.total} tokens" if progress.total else ""
+    return f"{progress.phase}{tokens}"
 
 
 def _title(geometry: Geometry, case: Case) -> str:

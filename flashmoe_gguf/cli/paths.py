@@ -35,16 +35,14 @@ class FilePath(click.Path):
         return super().convert(value, param, ctx)
 
 
-def refuse_to_replace(
-    out: str | os.PathLike[str] | None, inputs: Iterable[str | os.PathLike[str]]
-) -> None:
+def refuse_to_replace(out: str, inputs: Iterable[str | None]) -> None:
     """Raises OptionError when what is to be written is one of the files that are read."""
-    for path in inputs if out is not None else ():
+    for path in inputs:
         same = False
         with suppress(OSError):  # whoever opens them says it better
-            same = os.path.samefile(str(out), path)
+            same = path is not None and os.path.samefile(out, path)
         if same:
             raise OptionError(
-                f"{shown(str(out))}: it is read here, and would be written over",
+                f"{shown(out)}: it is read here, and would be written over",
                 "give another name for what is written",
             )

@@ -105,12 +105,13 @@ def simulate(
     from flashmoe_gguf import simulate as library
     from flashmoe_gguf.trace import read_trace
 
-    refuse_to_replace(plot, [trace, *([model] if model is not None else [])])
+    if plot is not None:
+        refuse_to_replace(plot, [trace, model])
     routed = read_trace(Path(trace), n_expert)
     if split is not None:
         routed = library.half(routed, split)
     tokens = "token"
-    if not prompts and routed.phase is not None and routed.phase.any():
+    if not prompts and routed.has_answers:
         routed, tokens = routed.answers(), "answer token"
     if routed.n_tokens == 0:
         raise TraceError(f"{Path(trace).name} has no tokens", "record some with `flashmoe trace`")

@@ -144,7 +144,8 @@ def trace(
     if imported is None and n_expert is not None:
         raise click.UsageError("--n-expert needs --import.")
     if imported is not None:
-        _refuse_all_but({"imported", "out", "n_expert", "verbose"}, "--import")
+        every = set(click.get_current_context().params)
+        _refuse(every - {"imported", "out", "n_expert", "verbose"}, "--import")
     if text is not None:
         _refuse({"temp", "seed"}, "--text")
     target = Path(out)
@@ -165,11 +166,6 @@ def trace(
             raise KeyboardInterrupt
     for line in format_rows(trace_rows(target, read_trace(target))):
         click.echo(line)
-
-
-def _refuse_all_but(names: set[str], with_what: str) -> None:
-    params = click.get_current_context().command.params
-    _refuse({str(param.name) for param in params} - names, with_what)
 
 
 def _refuse(names: set[str], with_what: str) -> None:

@@ -116,7 +116,7 @@ def train(
     if policy == "learned" and dagger:
         raise click.UsageError("--dagger means nothing with --policy learned.")
     target = Path(out)
-    refuse_to_replace(out, [*traces, *([test] if test is not None else [])])
+    refuse_to_replace(out, [*traces, test])
     check_policy_target(target)
     whole = join([read_trace(Path(path), n_expert) for path in traces])
     parts = split(whole, seed)

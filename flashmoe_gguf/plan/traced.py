@@ -20,11 +20,11 @@ def trace_curve(path: Path, subject: Subject) -> Curve:
     """Hit rate by share of the experts cached, of the routing in `path` under the default policy.
 
     From a cold cache, as the first use of a model is; of answers alone where the trace tells them
-    from prompts. Raises TraceError when the trace cannot be
-    read, or is not of a model like `subject`.
+    from prompts. Raises TraceError when the trace cannot be read, or is not of a model like
+    `subject`.
     """
     trace = read_trace(path, subject.n_expert)
-    if trace.phase is not None and trace.phase.any():
+    if trace.has_answers:
         trace = trace.answers()
     if trace.n_layers != len(subject.layers) or trace.k > subject.top_k:
         raise TraceError(

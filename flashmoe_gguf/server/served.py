@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashmoe_gguf.errors import OptionError
-from flashmoe_gguf.grammar import check_grammar
+from flashmoe_gguf.grammar import parses
 from flashmoe_gguf.llama import Llama
 from flashmoe_gguf.server.failures import ApiError, Cancelled, api_error
 from flashmoe_gguf.server.meters import Meters
@@ -223,19 +223,11 @@ class ServedLlama(Llama):
                 self.reset()  # type: ignore[no-untyped-call,unused-ignore]
 
     def _check_grammar(self, grammar: Any) -> None:
-        """Raises OptionError for a grammar that llama.cpp does not survive, or cannot parse:
-        llama_cpp would go on with a null pointer.
-        """
-        text = str(grammar._grammar)
-        check_grammar(text)
-        sampler = llama_cpp.llama_sampler_init_grammar(
-            self._model.vocab, text.encode("utf-8"), b"root"
-        )
-        if not sampler:
+        """Raises OptionError for a grammar that llama.cpp does not survive, or cannot parse."""
+        if not parses(llama_cpp, self._model.vocab, str(grammar._grammar)):
             raise OptionError(
                 "llama.cpp cannot parse the grammar", "it must be GBNF with a rule named root"
             )
-        llama_cpp.llama_sampler_free(sampler)
 
     def _check_bias(self, bias: dict[str, float]) -> None:
         for key, value in bias.items():

@@ -75,6 +75,11 @@ class Trace:
             None if self.phase is None else self.phase[index],
         )
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether it is known of tokens that they belong to answers."""
+        return self.phase is not None and bool(self.phase.any())
+
     def answers(self) -> Trace:
         """The same trace without the tokens of prompts; sequences may become empty."""
         if self.phase is None:

@@ -9,7 +9,6 @@ w3 [L, 128, 1], b3; a layer of the network is x @ w + b, with SiLU between.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from safetensors.numpy import save
 
 from flashmoe_gguf.errors import TraceError
 from flashmoe_gguf.policy_weights import SCHEMAS
-from flashmoe_gguf.replacing import replacing
+from flashmoe_gguf.replacing import first_bytes, replacing
 from flashmoe_gguf.trace import check_writable
 
 Floats = npt.NDArray[np.float32]
@@ -43,14 +42,12 @@ def check_policy_target(path: Path) -> None:
     lose; also for a file of another kind, such as the model.
     """
     check_writable(path)
-    if os.path.isfile(path):
-        with path.open("rb") as file:
-            start = file.read(9)  # of safetensors: the length of a JSON object, which follows
-        if start and start[8:] != b"{":
-            raise TraceError(
-                f"{path}: a file that is no policy's is there already",
-                "give another name, or delete it",
-            )
+    start = first_bytes(path, 9)  # of safetensors: the length of a JSON object, which follows
+    if start and start[8:] != b"{":
+        raise TraceError(
+            f"{path}: a file that is no policy's is there already",
+            "give another name, or delete it",
+        )
 
 
 def write_policy_file(path: Path, file: PolicyFile) -> None:
